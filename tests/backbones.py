@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
+from typing import Any
 
 import torch
 from torch import nn
@@ -25,28 +26,38 @@ from transformers import (
     LlamaForCausalLM,
     MistralConfig,
     MistralForCausalLM,
+    MT5Config,
     MT5ForConditionalGeneration,
     OPTConfig,
     OPTForCausalLM,
     Phi3Config,
     Phi3ForCausalLM,
-    PreTrainedConfig,
     PreTrainedModel,
     Qwen2Config,
     Qwen2ForCausalLM,
     Qwen3Config,
     Qwen3ForCausalLM,
     RobertaConfig,
+    T5Config,
     T5ForConditionalGeneration,
+    UMT5Config,
     UMT5ForConditionalGeneration,
 )
 
 VOCAB, WIDTH, FFN, HEADS, LAYERS, POSITIONS = 64, 32, 48, 4, 2, 64
 PAD, EOS, BOS, FIRST_WORD = 0, 1, 2, 3
-SPECIAL = {"pad_token_id": PAD, "eos_token_id": EOS, "bos_token_id": BOS}
-T5_SHAPE = {"vocab_size": VOCAB, "d_model": WIDTH, "d_kv": 8, "d_ff": FFN, "num_layers": LAYERS, "num_heads": HEADS, "dropout_rate": 0.0}
-T5_IDS = {"pad_token_id": PAD, "eos_token_id": EOS, "decoder_start_token_id": PAD}
-HF_SHAPE = {
+SPECIAL: dict[str, Any] = {"pad_token_id": PAD, "eos_token_id": EOS, "bos_token_id": BOS}
+T5_SHAPE: dict[str, Any] = {
+    "vocab_size": VOCAB,
+    "d_model": WIDTH,
+    "d_kv": 8,
+    "d_ff": FFN,
+    "num_layers": LAYERS,
+    "num_heads": HEADS,
+    "dropout_rate": 0.0,
+}
+T5_IDS: dict[str, Any] = {"pad_token_id": PAD, "eos_token_id": EOS, "decoder_start_token_id": PAD}
+HF_SHAPE: dict[str, Any] = {
     "vocab_size": VOCAB,
     "hidden_size": WIDTH,
     "intermediate_size": FFN,
@@ -54,10 +65,10 @@ HF_SHAPE = {
     "num_attention_heads": HEADS,
     "max_position_embeddings": POSITIONS,
 }
-GROUPED = {"num_key_value_heads": 2, "attention_dropout": 0.0}
+GROUPED: dict[str, Any] = {"num_key_value_heads": 2, "attention_dropout": 0.0}
 
 
-def _tiny(model: PreTrainedModel, embedding: float = 0.12) -> PreTrainedModel:
+def _tiny(model: PreTrainedModel, embedding: float = 0.15) -> PreTrainedModel:
     """Random weights large enough that every layer matters: a default initialisation would hide a wrong site in the noise."""
     generator = torch.Generator().manual_seed(0)
     tables = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
@@ -70,30 +81,27 @@ def _tiny(model: PreTrainedModel, embedding: float = 0.12) -> PreTrainedModel:
             if tensor.dim() == 1 and name.endswith("weight"):  # a norm
                 tensor.copy_(1 + 0.1 * noise)
             else:
-                tensor.copy_((embedding if id(tensor) in tables else 0.12) * noise)
+                tensor.copy_((embedding if id(tensor) in tables else 0.15) * noise)
     return model.eval()
 
 
-def _t5(kind: type[PreTrainedModel], **config: str | int | bool) -> PreTrainedModel:
-    """T5 divides what it hands to a tied head by the root of its width, hence the larger embeddings."""
-    return _tiny(kind(kind.config_class(**{**T5_SHAPE, **T5_IDS, **config})), embedding=0.6)
-
-
 def t5_v10() -> PreTrainedModel:
-    return _t5(T5ForConditionalGeneration, feed_forward_proj="relu")
+    """Its tied head is fed states divided by the root of the width, hence the larger embeddings."""
+    return _tiny(T5ForConditionalGeneration(T5Config(**T5_SHAPE, **T5_IDS, feed_forward_proj="relu")), embedding=0.6)
 
 
 def t5_v11() -> PreTrainedModel:
     """Gated, and deeper in the encoder: with a deeper decoder transformers 5.24 makes too small a cache in `generate`."""
-    return _t5(T5ForConditionalGeneration, feed_forward_proj="gated-gelu", num_layers=3, num_decoder_layers=2)
+    shape: dict[str, Any] = {**T5_SHAPE, "num_layers": 3, "num_decoder_layers": 2, "feed_forward_proj": "gated-gelu"}
+    return _tiny(T5ForConditionalGeneration(T5Config(**shape, **T5_IDS)), embedding=0.6)
 
 
 def mt5() -> PreTrainedModel:
-    return _t5(MT5ForConditionalGeneration)
+    return _tiny(MT5ForConditionalGeneration(MT5Config(**T5_SHAPE, **T5_IDS)))
 
 
 def umt5() -> PreTrainedModel:
-    return _t5(UMT5ForConditionalGeneration)
+    return _tiny(UMT5ForConditionalGeneration(UMT5Config(**T5_SHAPE, **T5_IDS)), embedding=0.6)
 
 
 def bart() -> PreTrainedModel:
@@ -117,12 +125,11 @@ def bart() -> PreTrainedModel:
     return _tiny(BartForConditionalGeneration(config))
 
 
-def _encoder_decoder(kind: type[PreTrainedConfig]) -> PreTrainedModel:
-    shape = {**HF_SHAPE, **SPECIAL, "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+def _encoder_decoder(kind: type[BertConfig] | type[RobertaConfig]) -> PreTrainedModel:
+    shape: dict[str, Any] = {**HF_SHAPE, **SPECIAL, "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
     encoder, decoder = kind(**shape), kind(**shape, is_decoder=True, add_cross_attention=True)
-    ids = {"decoder_start_token_id": BOS, "pad_token_id": PAD, "eos_token_id": EOS}
-    config = EncoderDecoderConfig.from_encoder_decoder_configs(encoder, decoder, **ids)
-    return _tiny(EncoderDecoderModel(config))
+    ids: dict[str, Any] = {"decoder_start_token_id": BOS, "pad_token_id": PAD, "eos_token_id": EOS}
+    return _tiny(EncoderDecoderModel(EncoderDecoderConfig.from_encoder_decoder_configs(encoder, decoder, **ids)))
 
 
 def bert2bert() -> PreTrainedModel:
@@ -160,18 +167,32 @@ def phi3() -> PreTrainedModel:
 
 
 def gpt2() -> PreTrainedModel:
-    shape = {"vocab_size": VOCAB, "n_embd": WIDTH, "n_inner": FFN, "n_layer": LAYERS, "n_head": HEADS, "n_positions": POSITIONS}
+    shape: dict[str, Any] = {
+        "vocab_size": VOCAB,
+        "n_embd": WIDTH,
+        "n_inner": FFN,
+        "n_layer": LAYERS,
+        "n_head": HEADS,
+        "n_positions": POSITIONS,
+    }
     return _tiny(GPT2LMHeadModel(GPT2Config(**shape, **SPECIAL, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0)))
 
 
 def codegen() -> PreTrainedModel:
-    shape = {"vocab_size": VOCAB, "n_embd": WIDTH, "n_inner": FFN, "n_layer": LAYERS, "n_head": HEADS, "n_positions": POSITIONS}
+    shape: dict[str, Any] = {
+        "vocab_size": VOCAB,
+        "n_embd": WIDTH,
+        "n_inner": FFN,
+        "n_layer": LAYERS,
+        "n_head": HEADS,
+        "n_positions": POSITIONS,
+    }
     config = CodeGenConfig(**shape, **SPECIAL, n_ctx=POSITIONS, rotary_dim=4, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0)
     return _tiny(CodeGenForCausalLM(config))
 
 
-def _opt(**config: bool | int) -> PreTrainedModel:
-    shape = {name: value for name, value in HF_SHAPE.items() if name != "intermediate_size"}
+def _opt(**config: Any) -> PreTrainedModel:
+    shape: dict[str, Any] = {name: value for name, value in HF_SHAPE.items() if name != "intermediate_size"}
     return _tiny(OPTForCausalLM(OPTConfig(**shape, **SPECIAL, ffn_dim=FFN, dropout=0.0, attention_dropout=0.0, **config)))
 
 
@@ -190,7 +211,7 @@ def gpt_neox() -> PreTrainedModel:
 
 def gpt_neox_serial() -> PreTrainedModel:
     """The two sublayers one after the other instead of side by side."""
-    shape = {**HF_SHAPE, **SPECIAL, "use_parallel_residual": False}
+    shape: dict[str, Any] = {**HF_SHAPE, **SPECIAL, "use_parallel_residual": False}
     return _tiny(GPTNeoXForCausalLM(GPTNeoXConfig(**shape, hidden_dropout=0.0, attention_dropout=0.0)))
 
 

@@ -189,9 +189,9 @@ def test_hub_refuses_scripts_and_other_files(tmp_path, hub):
     table.mkdir()
     (script / "script.py").write_text("raise SystemExit('this must not run')")
     (table / "train.csv").write_text("a,b\n1,2\n")
-    with pytest.raises(UserError, match="Scripts of a dataset are never run; set `revision: refs/convert/parquet`"):
+    with pytest.raises(UserError, match=r"Scripts of a dataset are never run; set `revision: refs/convert/parquet`"):
         list(read_hub(str(script), "train"))
-    with pytest.raises(UserError, match="its files are csv, and only Parquet is read.*`revision: refs/convert/parquet`"):
+    with pytest.raises(UserError, match=r"its files are csv, and only Parquet is read.*`revision: refs/convert/parquet`"):
         list(read_hub(str(table), "train"))
 
 
@@ -203,7 +203,7 @@ def test_hub_missing_unreachable_or_hidden(tmp_path, monkeypatch):
         monkeypatch.setattr("datasets.load_dataset_builder", load_dataset_builder)
 
     raises(ConnectionError("Couldn't reach 'a/b'"))
-    with pytest.raises(UserError, match="dataset 'a/b': the hub cannot be reached .*check the network"):
+    with pytest.raises(UserError, match=r"dataset 'a/b': the hub cannot be reached .*check the network"):
         list(read_hub("a/b", "train"))
     raises(FileNotFoundError("no a/b"))
     with pytest.raises(UserError, match=r"dataset 'a/b': not found .*check its id"):
@@ -216,7 +216,7 @@ def test_hub_missing_unreachable_or_hidden(tmp_path, monkeypatch):
 
 @needs_data
 def test_real_files_have_the_stated_rows():
-    """Each GLUE, sentclf, SuperGLUE and cl15 file that holds rows has as many as its source states; GLUE's MRPC is the one full of quotes."""
+    """Each file of rows has as many as its source states; GLUE's MRPC is the one full of quotes."""
     header, *lines = (DATA / "SOURCES.tsv").read_text(encoding="utf-8").splitlines()
     names = header.split("\t")
     stated = {row["file"]: int(row["rows"]) for row in (dict(zip(names, line.split("\t"), strict=True)) for line in lines)}

@@ -80,5 +80,5 @@ def test_the_sandbox_holds(template):
 
 
 def test_unsafe_attributes_say_why():
-    with pytest.raises(UserError, match="is refused: access to attribute '__class__' of 'str' object is unsafe; templates may read columns only"):
+    with pytest.raises(UserError, match="`source:` may only read columns: access to attribute '__class__' of 'str' object is unsafe"):
         text("{{ premise.__class__ }}")

@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from polypeft import methods
-    from polypeft.adapted import Adapted
+    from polypeft.adapted import Adapted, attach
     from polypeft.adapter import Adapter
     from polypeft.backbones import load_backbone, load_tokenizer
     from polypeft.condition import Condition
     from polypeft.errors import UserError
-    from polypeft.run import attach, load
+    from polypeft.run import load
 
 __version__ = "0.1.0"
 __all__ = ["Adapted", "Adapter", "Condition", "UserError", "attach", "load", "load_backbone", "load_tokenizer", "methods"]
@@ -22,7 +22,7 @@ _HOMES = {
     "Adapter": "adapter",
     "Condition": "condition",
     "UserError": "errors",
-    "attach": "run",
+    "attach": "adapted",
     "load": "run",
     "load_backbone": "backbones",
     "load_tokenizer": "backbones",

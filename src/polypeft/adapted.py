@@ -18,7 +18,7 @@ from polypeft.condition import Condition, TaskIds, pooled, task_ids
 from polypeft.errors import UserError
 from polypeft.interop import Face
 from polypeft.io import fingerprint, restore_adapted, save_adapted
-from polypeft.source import Deltas, Params, Source
+from polypeft.source import Deltas, Params, Source, module_name
 
 
 class Adapted(Face):
@@ -217,7 +217,7 @@ class Adapted(Face):
     def _refuse_foreign_checkpointing(self) -> None:
         if self._checkpointing or not self.training or torch.compiler.is_compiling() or not torch.is_grad_enabled():
             return
-        if self.backbone.is_gradient_checkpointing:
+        if any(vars(module).get("gradient_checkpointing", False) for module in self.backbone.modules()):
             raise UserError(
                 "activation checkpointing was switched on at the backbone, where a recomputation loses the adapter: "
                 "switch it on with adapted.gradient_checkpointing_enable() instead"
@@ -330,3 +330,33 @@ def _inactive(source: Source, tasks: int) -> int:
     """Parameters that belong to tasks other than the one in use."""
     tables = [p for module in source.modules() if isinstance(module, Source) for p in module.task_tables()]
     return sum(p.numel() // tasks * (tasks - 1) for p in tables)
+
+
+class Given(Source):
+    """The parameters of an adapter, as they are."""
+
+    def __init__(self, adapter: Adapter):
+        super().__init__()
+        self.names = {key: tuple(p) for key, p in adapter.params.items()}
+        for key, p in adapter.params.items():
+            for name, value in p.items():
+                self.register_buffer(f"{module_name(key)}|{name}", value)
+
+    def forward(self, condition: Condition) -> Params:
+        return {key: {name: self.get_buffer(f"{module_name(key)}|{name}") for name in names} for key, names in self.names.items()}
+
+    def task_tables(self) -> list[nn.Parameter]:
+        return []
+
+
+def attach(backbone: PreTrainedModel, adapter: Adapter) -> Adapted:
+    """`backbone` with `adapter` in force in every forward and generate, without the source that made it.
+
+    An adapter of several rows serves batches of a multiple of that many rows. Raises `UserError` when it was made for another backbone.
+    """
+    if adapter.fingerprint != fingerprint(backbone):
+        raise UserError(
+            f"this adapter was made for a backbone with fingerprint {adapter.fingerprint}, this one has {fingerprint(backbone)}: "
+            "use the backbone it was made for"
+        )
+    return Adapted(backbone, adapter.deltas, Given(adapter.to(backbone.device)))

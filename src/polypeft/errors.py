@@ -13,6 +13,10 @@ class UserError(ValueError):
     """
 
 
+class NonFiniteLoss(RuntimeError):
+    """The loss became infinite or not a number; the message names the step, the tasks and the rows. The command line exits with status 1."""
+
+
 def nearest(name: str, known: Iterable[str]) -> str:
     """A hint for a misspelt `name`: " (did you mean 'x'?)", or "" when nothing in `known` is close."""
     close = difflib.get_close_matches(str(name), [str(k) for k in known], n=1, cutoff=0.6)

@@ -112,6 +112,7 @@ def save_adapted(adapted: Adapted, directory: Path, state_dict: Mapping[str, Ten
         "method": adapted.method,
         "arguments": adapted.arguments,
         "backbone": adapted.backbone.name_or_path,
+        "revision": vars(adapted.backbone.config).get("_commit_hash"),
         "fingerprint": adapted.fingerprint,
         "tasks": list(adapted.tasks),
         "sites": [site.key for site in adapted.deltas],

@@ -10,257 +10,199 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_type_hints
+from typing import Any, get_type_hints
 
-import yaml
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, TypeAdapter, ValidationError, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
 
 from polypeft import yamlfile
 from polypeft.errors import UserError, nearest
+from polypeft.schema import Backbone, Evaluation, Lengths, Method, Mixing, Recipe, TaskEntry, Training, as_tuple, named
 from polypeft.tasks.metrics import METRICS
-from polypeft.tasks.task import Task
-from polypeft.yamlfile import Location, Problem
+from polypeft.yamlfile import Document, Location, Problem
 
-_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*(/[A-Za-z0-9][A-Za-z0-9_.-]*)*")
-_HUB_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*(/[A-Za-z0-9][A-Za-z0-9._-]*)?")
+__all__ = ["Backbone", "Evaluation", "Lengths", "Method", "Mixing", "Recipe", "TaskEntry", "Training", "from_mapping", "load"]
 
 
-def _as_tuple(value: Any) -> Any:
-    """YAML's lists as tuples, at any depth: values of a recipe do not change."""
-    if isinstance(value, list | tuple):
-        return tuple(_as_tuple(item) for item in value)
-    return {key: _as_tuple(item) for key, item in value.items()} if isinstance(value, dict) else value
+def load(path: Path | str, overrides: Sequence[str] = ()) -> Recipe:
+    """The recipe in a YAML file, with "a.b=v" overrides applied, checked completely.
+
+    Raises `UserError` with every problem on a line of its own: file and line (or override), field, what was found and what was expected.
+    """
+    path = Path(path)
+    return _build(yamlfile.read(path, overrides), path.parent)
 
 
-def _named(value: Any) -> Any:
-    return {"name": value} if isinstance(value, str) else value
+def from_mapping(data: Mapping[str, Any], base_dir: Path | str, overrides: Sequence[str] = ()) -> Recipe:
+    """The recipe in a mapping, checked as by `load`; relative paths start at `base_dir`."""
+    document = yamlfile.Document("recipe", dict(data), None, {})
+    return _build(yamlfile.override(document, overrides), Path(base_dir))
 
 
-def _rate(value: Any) -> Any:
-    rates = list(value.values()) if isinstance(value, dict) else [] if value is None else [value]
-    if value == {} or not all(isinstance(rate, int | float) and not isinstance(rate, bool) and 0 < rate < float("inf") for rate in rates):
-        raise ValueError(f"found {yamlfile.shown(value)}; expected null, a positive number, or a mapping of parameter groups to positive numbers")
-    return value
+def _build(document: Document, base_dir: Path) -> Recipe:
+    data, problems = _with_arguments(document.data)
+    try:
+        recipe = Recipe.model_validate(data)
+    except ValidationError as error:
+        raise document.report(_schema_problems(error, data) + problems) from None
+    recipe = _absolute(recipe, base_dir.resolve())
+    problems += _task_problems(recipe) + _evaluation_problems(recipe)
+    if problems:
+        raise document.report(problems)
+    return recipe
 
 
-Count = Annotated[int, Field(ge=1)]
-Strings = Annotated[tuple[str, ...], BeforeValidator(_as_tuple)]
-Rate = Annotated[float | dict[str, float] | None, BeforeValidator(_rate)]
+_SECTIONS: dict[str | int, type[BaseModel]] = {
+    "backbone": Backbone,
+    "method": Method,
+    "tasks": TaskEntry,
+    "mixing": Mixing,
+    "lengths": Lengths,
+    "training": Training,
+    "evaluation": Evaluation,
+}
+_EXPECTED = {
+    "int_type": "an integer",
+    "float_type": "a number",
+    "string_type": "a string",
+    "bool_type": "true or false",
+    "tuple_type": "a list",
+    "dict_type": "a mapping",
+    "mapping_type": "a mapping",
+    "model_type": "a mapping",
+    "model_attributes_type": "a mapping",
+    "finite_number": "a finite number",
+}
 
 
-class _Section(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False, protected_namespaces=())
+def _schema_problems(error: ValidationError, data: Mapping[str, Any]) -> list[Problem]:
+    """Pydantic's errors by location; the members of a union are one problem with several expectations."""
+    problems: dict[Location, Problem] = {}
+    expected: dict[Location, list[str]] = {}
+    for item in error.errors():
+        location: Location = item["loc"]
+        if location[:2] == ("method", "arguments"):
+            continue  # of keys that are no strings, which `_argument_problem` names too
+        if item["type"] in ("extra_forbidden", "invalid_key"):
+            problems[location] = Problem(location, _unknown(location[-1], _SECTIONS.get(location[0], Recipe) if location[1:] else Recipe))
+        elif item["type"] == "missing":
+            problems[location] = Problem(location, "is missing; it is required")
+        elif item["type"] == "value_error":
+            problems[location] = Problem(location, item["msg"].removeprefix("Value error, "))
+        else:
+            location = _present(location, data)
+            expected.setdefault(location, []).append(_expectation(item))
+            problems[location] = Problem(location, f"found {yamlfile.shown(item['input'])}; expected {' or '.join(expected[location])}")
+    return list(problems.values())
 
 
-class Backbone(_Section):
-    """The frozen language model."""
-
-    name: str = Field(min_length=1, description="t5-mini (embedded), a local folder, a .gguf file, a JSON configuration, or a hub id")
-    revision: str | None = Field(None, description="branch, tag or commit of a hub id")
-    dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field("auto", description="of the weights; auto: as the checkpoint stores them")
-    trust_remote_code: bool = Field(False, description="run Python code that comes with the checkpoint")
+def _unknown(field: Any, section: type[BaseModel]) -> str:
+    return f"unknown field{nearest(field, section.model_fields)}; expected one of {', '.join(section.model_fields)}"
 
 
-class Method(_Section):
-    """A function of `polypeft.methods` and the arguments given to it; in the file they stand in one mapping."""
-
-    name: str = Field(min_length=1, description="one of polypeft.methods")
-    arguments: dict[str, Any] = Field(default_factory=dict, description="keyword arguments; the method's defaults hold for the others")
-
-
-class TaskEntry(_Section):
-    """A task, as in `polypeft.tasks.Task`; with a name alone, a built-in task."""
-
-    name: str = Field(description="what conditions, tables and files call the task")
-    train: str | None = Field(None, description="a file; with `dataset` the name of a split")
-    validation: str | float | None = Field(None, description="a file, the name of a split, or a fraction of train")
-    test: str | float | None = Field(None, description="a file, the name of a split, or a fraction of train")
-    dataset: str | None = Field(None, description="a hub id, or a local folder written ./folder")
-    subset: str | None = Field(None, description="of the dataset")
-    revision: str | None = Field(None, description="of the dataset")
-    split_seed: int = Field(42, description="of fractions and of limit")
-    format: str | None = Field(None, description="of files; by default from the extension")
-    columns: Strings | None = Field(None, description="column names of a CSV or TSV file without a header line")
-    quoting: bool | None = Field(None, description="whether fields of CSV or TSV may stand in double quotes; by default only in CSV")
-    encoding: str = Field("utf-8", description="of text files")
-    source: str | None = Field(None, description="a template, or a column")
-    target: str | None = Field(None, description="a template, or a column")
-    answers: Strings | None = Field(None, description="the target strings there are")
-    metrics: Strings = Field((), description="by default accuracy with answers, exact_match without")
-    limit: Count | None = Field(None, description="the most rows of each split")
-
-    @field_validator("name")
-    @classmethod
-    def _check_name(cls, name: str) -> str:
-        if not _NAME.fullmatch(name):
-            raise ValueError(f"found {name!r}; expected letters, digits, '_', '.' and '-', starting with a letter or digit ('/' in built-in names)")
-        return name
-
-    @property
-    def built_in(self) -> bool:
-        """Whether the entry is only a name."""
-        return self.model_fields_set == {"name"}
-
-    def record(self) -> Task:
-        """The task. Raises `UserError` when it has no files, or when its fields do not fit together."""
-        if self.source is None or self.target is None:
-            lacking = [field for field in ("source", "target") if self.model_dump()[field] is None]
-            raise UserError(
-                f"task {self.name!r} has no files: give train/source/target"
-                if self.built_in
-                else f"task {self.name!r} has no {' and no '.join(f'`{field}:`' for field in lacking)}; give a column or a template"
-            )
-        return Task(**self.model_dump())
+def _present(location: tuple[Any, ...], data: Any) -> Location:
+    """The part of `location` that is in the data; what follows are pydantic's names for members of a union."""
+    for length, step in enumerate(location):
+        if not (isinstance(step, int) if isinstance(data, list | tuple) else isinstance(data, dict) and step in data):
+            return location[:length]
+        data = data[step]
+    return location
 
 
-class Mixing(_Section):
-    """How often each task is drawn; see `polypeft.tasks.mixing`."""
-
-    kind: Literal["proportional", "equal", "temperature"] = Field("proportional", description="to the number of rows, the same, or rows^(1/T)")
-    temperature: float | None = Field(None, gt=0, description="T of temperature mixing; 10 (HyperFormer, arXiv:2106.04489) when not given")
-    cap: Count | None = Field(None, description="the most rows that count for a task; not with equal")
-
-    @model_validator(mode="before")
-    @classmethod
-    def _default_temperature(cls, data: Any) -> Any:
-        if isinstance(data, dict) and data.get("kind") == "temperature" and data.get("temperature") is None:
-            return {**data, "temperature": 10.0}
-        return data
-
-    @model_validator(mode="after")
-    def _check_kind(self) -> Mixing:
-        if self.temperature is not None and self.kind != "temperature":
-            raise ValueError(f"`temperature` belongs to kind: temperature, found kind: {self.kind}; remove it or change the kind")
-        if self.cap is not None and self.kind == "equal":
-            raise ValueError("`cap` does nothing with kind: equal; remove it or change the kind")
-        return self
+def _expectation(item: Any) -> str:
+    """What pydantic expected, with the nearest of named choices and a hint for strings that YAML reads as something else."""
+    text: str = _EXPECTED.get(item["type"]) or item["msg"].removeprefix("Input should be ")
+    if item["type"].startswith(("greater_than", "less_than")):
+        return f"a number {text}"
+    if item["type"] == "literal_error":
+        return text + nearest(item["input"], re.findall(r"'([^']*)'", text))
+    return f"{text} (put it in quotes)" if item["type"] == "string_type" and isinstance(item["input"], bool | int | float) else text
 
 
-class Lengths(_Section):
-    """The most tokens of a text."""
-
-    source: Count = Field(128, description="longer sources are cut (HyperFormer's length)")
-    target: Count = Field(32, description="a longer target is an error")
-
-
-class Training(_Section):
-    """The training loop."""
-
-    steps: Count | None = Field(None, description="optimizer steps; 1000 when neither steps nor epochs is given")
-    epochs: float | None = Field(None, gt=0, description="passes over the rows of all tasks, instead of steps")
-    batch_size: Count = Field(32, description="rows on each device in each micro-step")
-    accumulation: Count = Field(1, description="micro-steps in a step")
-    learning_rate: Rate = Field(None, description="a number, or one for each parameter group; null: the method's own")
-    weight_decay: float = Field(0.0, ge=0)
-    schedule: Literal["linear", "constant", "cosine"] = Field("linear", description="of the learning rate after the warmup")
-    warmup: int = Field(0, ge=0, description="steps in which the learning rate rises from 0")
-    max_grad_norm: float = Field(1.0, ge=0, description="longer gradients are shortened to it; 0: never")
-    label_smoothing: float = Field(0.0, ge=0, lt=1)
-    precision: Literal["float32", "bfloat16", "float16"] = Field("float32", description="of the forward pass (autocast)")
-    gradient_checkpointing: bool = Field(False, description="recompute activations in the backward pass, to save memory")
-    seed: int = Field(42, ge=0, lt=2**32, description="of initial weights, order of rows, dropout and routing noise")
-    evaluate_every: Count = Field(500, description="steps between evaluations and checkpoints")
-    log_every: Count = Field(10, description="steps between log lines")
-    early_stopping: Count | None = Field(None, description="stop after this many evaluations without improvement; null: never")
-    keep: Count = Field(2, description="checkpoints to keep; the best and the last always are")
-
-    @model_validator(mode="before")
-    @classmethod
-    def _default_steps(cls, data: Any) -> Any:
-        if isinstance(data, dict) and data.get("steps") is None and data.get("epochs") is None:
-            return {**data, "steps": 1000}
-        return data
-
-    @model_validator(mode="after")
-    def _check_length(self) -> Training:
-        if self.steps is not None and self.epochs is not None:
-            raise ValueError(f"found steps: {self.steps} and epochs: {self.epochs:g}; expected one of them (set the other to null)")
-        if self.steps is not None and self.warmup > self.steps:
-            raise ValueError(f"found warmup: {self.warmup}, longer than steps: {self.steps}; expected at most as many")
-        return self
+def _with_arguments(data: Mapping[str, Any]) -> tuple[dict[str, Any], list[Problem]]:
+    """`data` with the method's arguments as tuples, and what is wrong with the method; a malformed `method` is left to the schema."""
+    method = named(data.get("method"))
+    if not isinstance(method, dict) or not isinstance(method.get("name"), str):
+        return dict(data), []
+    arguments = {key: as_tuple(value) for key, value in method.items() if key != "name"}
+    return {**data, "method": {"name": method["name"], **arguments}}, _method_problems(method["name"], arguments)
 
 
-class Evaluation(_Section):
-    """How a model is scored."""
+def _method_problems(name: str, arguments: Mapping[str, Any]) -> list[Problem]:
+    from polypeft import methods
 
-    metric: str = Field("macro", description="what chooses the best checkpoint: macro (mean over tasks), TASK, or TASK/METRIC")
-    batch_size: Count = Field(64, description="rows on each device")
-    decode: Literal["generate", "rank"] = Field("generate", description="write an answer, or choose the likeliest of `answers`")
-    beams: Count = Field(1, description="of generate; 1 is greedy")
-    max_new_tokens: Count | None = Field(None, description="of generate; null: the longest target or answer")
+    if name not in methods.__all__:
+        known = ", ".join(methods.__all__)
+        return [Problem(("method", "name"), f"unknown method {name!r}{nearest(name, methods.__all__)}; expected one of {known}")]
+    function = vars(methods)[name]
+    parameters, hints = inspect.signature(function).parameters, get_type_hints(function)
+    problems = [_argument_problem(key, value, function, hints) for key, value in arguments.items()]
+    required = [key for key, parameter in parameters.items() if parameter.default is inspect.Parameter.empty]
+    problems += [Problem(("method", key), f"is missing; {name} requires it") for key in required if key not in arguments]
+    found = [problem for problem in problems if problem is not None]
+    if not found:
+        try:
+            function(**arguments)
+        except UserError as error:
+            found = [Problem(("method",), str(error))]
+    return found
 
-    @model_validator(mode="after")
-    def _check_decode(self) -> Evaluation:
-        if self.decode == "rank" and (self.beams != 1 or self.max_new_tokens is not None):
-            raise ValueError("`beams` and `max_new_tokens` belong to decode: generate; remove them or change decode")
-        return self
+
+def _argument_problem(key: Any, value: Any, function: Callable[..., Any], hints: Mapping[str, Any]) -> Problem | None:
+    known = [name for name in hints if name != "return"]
+    if key not in known:
+        takes = f"expected one of {', '.join(known)}" if known else f"{function.__name__} takes none"
+        return Problem(("method", key), f"unknown argument of {function.__name__}{nearest(key, known)}; {takes}")
+    try:
+        adapter = TypeAdapter(hints[key], config=ConfigDict(strict=True, arbitrary_types_allowed=True, allow_inf_nan=False))
+        adapter.validate_python(value)
+    except ValidationError as error:
+        inside = any(item["input"] is not value for item in error.errors())
+        expected = [str(function.__annotations__[key])] if inside else dict.fromkeys(_expectation(item) for item in error.errors())
+        return Problem(("method", key), f"found {yamlfile.shown(value)}; expected {' or '.join(expected)}")
+    return None
 
 
-class Recipe(_Section):
-    """A whole run. Made by `load` and `from_mapping`, which check more than this class does: the method's arguments and each task."""
+def _absolute(recipe: Recipe, base: Path) -> Recipe:
+    """`recipe` with local paths made absolute; a backbone that is no path here stays what it is."""
+    tasks = tuple(task.model_copy(update=_task_paths(task, base)) for task in recipe.tasks)
+    name = recipe.backbone.name
+    found = [path for path in (base / Path(name).expanduser(), Path(name).absolute()) if path.exists()]
+    backbone = recipe.backbone.model_copy(update={"name": str(found[0])} if found and name != "t5-mini" else {})
+    return recipe.model_copy(update={"tasks": tasks, "backbone": backbone})
 
-    backbone: Annotated[Backbone, BeforeValidator(_named)]
-    method: Method
-    tasks: Annotated[tuple[Annotated[TaskEntry, BeforeValidator(_named)], ...], BeforeValidator(_as_tuple)] = ()
-    task_count: Count | None = Field(None, description="a number of tasks instead of `tasks`; enough to count parameters")
-    mixing: Mixing = Mixing()
-    lengths: Lengths = Lengths()
-    separator: str = Field("\n", description="decoder-only backbones: between source and target")
-    chat: bool = Field(False, description="decoder-only backbones: use the tokenizer's chat template")
-    training: Training = Field(default_factory=lambda: Training(steps=1000))
-    evaluation: Evaluation = Evaluation()
-    push_to_hub: str | None = Field(None, description="a repository id that the finished run is pushed to")
 
-    @field_validator("method", mode="before")
-    @classmethod
-    def _split_method(cls, value: Any) -> Any:
-        if not isinstance(value := _named(value), dict):
-            return value
-        arguments = {key: item for key, item in value.items() if key != "name"}
-        return {**{key: value[key] for key in ("name",) if key in value}, "arguments": arguments}
+def _task_paths(task: TaskEntry, base: Path) -> dict[str, str]:
+    if task.dataset is not None:
+        return {"dataset": str((base / task.dataset).resolve())} if task.dataset.startswith(".") else {}
+    parts = {"train": task.train, "validation": task.validation, "test": task.test}
+    return {part: str(base / Path(value).expanduser()) for part, value in parts.items() if isinstance(value, str)}
 
-    @field_validator("push_to_hub")
-    @classmethod
-    def _check_hub_id(cls, value: str | None) -> str | None:
-        if value is not None and not _HUB_ID.fullmatch(value):
-            raise ValueError(f"found {value!r}; expected a repository id such as 'user/name'")
-        return value
 
-    @model_validator(mode="after")
-    def _check_tasks(self) -> Recipe:
-        if bool(self.tasks) == (self.task_count is not None):
-            raise ValueError("found both `tasks` and `task_count`; remove one" if self.tasks else "no tasks; give `tasks`, or `task_count` to count only")
-        twice = [name for name, n in Counter(task.name for task in self.tasks).items() if n > 1]
-        if twice:
-            raise ValueError(f"two tasks are named {twice[0]!r}; expected a name of its own for each")
-        return self
+def _task_problems(recipe: Recipe) -> list[Problem]:
+    problems = []
+    first: dict[str, int] = {}
+    for index, task in enumerate(recipe.tasks):
+        if first.setdefault(task.name, index) != index:
+            problems.append(Problem(("tasks", index, "name"), f"two tasks are named {task.name!r}; expected a name of its own for each"))
+        if not task.built_in:
+            try:
+                task.record()
+            except UserError as error:
+                problems.append(Problem(("tasks", index), str(error)))
+    return problems
 
-    @model_validator(mode="after")
-    def _check_metric(self) -> Recipe:
-        metric = self.evaluation.metric
-        task, _, name = metric.rpartition("/")
-        if metric != "macro" and metric not in self.task_names and not (task in self.task_names and name in METRICS):
-            known = ["macro", *self.task_names, *(f"{task}/{name}" for task in self.task_names for name in METRICS)]
-            raise ValueError(f"evaluation.metric: found {metric!r}{nearest(metric, known)}; expected macro, a task of the recipe, or TASK/METRIC")
-        return self
 
-    @property
-    def task_names(self) -> tuple[str, ...]:
-        """The names of the tasks, in order; with `task_count`, task1, task2 and so on."""
-        return tuple(task.name for task in self.tasks) or tuple(f"task{n + 1}" for n in range(self.task_count or 0))
-
-    def records(self) -> tuple[Task, ...]:
-        """The tasks, to load rows from. Raises `UserError` when there are none, or one has no files."""
-        if not self.tasks:
-            raise UserError("the recipe has `task_count` and no `tasks`: it can be counted, not trained; give `tasks`")
-        return tuple(task.record() for task in self.tasks)
-
-    def dump(self) -> str:
-        """The recipe as YAML with every default written out; `load` gives an equal recipe back, from any folder."""
-        data = self.model_dump(mode="json")
-        data["method"] = {"name": self.method.name, **data["method"]["arguments"]}
-        data["tasks"] = [task.model_dump(mode="json", exclude_none=True, exclude_unset=task.built_in) for task in self.tasks]
-        return yamlfile.dump(data)
+def _evaluation_problems(recipe: Recipe) -> list[Problem]:
+    problems = []
+    metric = recipe.evaluation.metric
+    task, _, name = metric.rpartition("/")
+    if metric != "macro" and metric not in recipe.task_names and not (task in recipe.task_names and name in METRICS):
+        known = ["macro", *recipe.task_names, *(f"{task}/{name}" for task in recipe.task_names for name in METRICS)]
+        text = f"found {metric!r}{nearest(metric, known)}; expected macro, the name of a task, or TASK/METRIC"
+        problems.append(Problem(("evaluation", "metric"), text))
+    lacking = [task.name for task in recipe.tasks if not task.built_in and not task.answers]
+    if recipe.evaluation.decode == "rank" and lacking:
+        problems.append(Problem(("evaluation", "decode"), f"rank needs `answers:` in every task; {', '.join(lacking)} has none"))
+    return problems

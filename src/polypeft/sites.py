@@ -164,9 +164,7 @@ def _site(modules: Mapping[str, nn.Module], row: Row, layer: int, path: str, rea
     width, _ = _widths(reads, modules[reads], row.role)
     linear = _linear_widths(modules[path])
     if linear is not None and linear[1] != width:
-        raise UserError(
-            f"role {row.role!r}: {reads} reads width {width} but {path} writes {linear[1]}; give modules of one residual stream"
-        )
+        raise UserError(f"role {row.role!r}: {reads} reads width {width}, {path} writes {linear[1]}; both belong to one residual stream")
     prenorm = _linear_widths(modules[reads]) is None
     return Site(path, row.role, row.stack, layer, width, width, reads, prenorm)
 
@@ -188,9 +186,7 @@ def _widths(path: str, module: nn.Module, role: str) -> tuple[int, int]:
         return module.normalized_shape[-1], module.normalized_shape[-1]
     weight = dict(module.named_parameters(recurse=False)).get("weight")
     if weight is None or weight.dim() != 1:
-        raise UserError(
-            f"role {role!r}: {path} is a {type(module).__name__} of unknown width; expected a linear module, a norm or an embedding"
-        )
+        raise UserError(f"role {role!r}: {path} is a {_kind(module)} of unknown width; expected a linear module, a norm or an embedding")
     return weight.shape[0], weight.shape[0]
 
 
@@ -206,8 +202,9 @@ def _given(mapping: RoleMap) -> list[Row]:
 
 
 def _given_row(role: str, stack: str | None, pattern: Pattern) -> Row:
-    paths = (pattern,) if isinstance(pattern, str) else tuple(pattern)
-    if len(paths) != (2 if role in BLOCKS else 1):
+    sequence = pattern if isinstance(pattern, Sequence) else ()
+    paths: tuple[str, ...] = (pattern,) if isinstance(pattern, str) else tuple(sequence)
+    if len(paths) != (2 if role in BLOCKS else 1) or not all(isinstance(path, str) for path in paths):
         expected = "a pair (reads, writes)" if role in BLOCKS else "one module path"
         raise UserError(f"role {role!r} is mapped to {pattern!r}; expected {expected}")
     for path in paths:
@@ -262,14 +259,15 @@ def _check_shared(model: nn.Module, everywhere: Sequence[Site], found: Sequence[
         if site.key in keys:
             raise UserError(f"{site.path} has two roles, {keys[site.key]!r} and {site.role!r}; ask for one of them, or correct roles=")
         keys[site.key] = site.role
-    paths: dict[int, str] = {}
+    paths: dict[int, dict[str, None]] = {}
     for site in everywhere:
-        paths.setdefault(id(model.get_submodule(site.path)), site.path)
+        paths.setdefault(id(model.get_submodule(site.path)), {})[site.path] = None
     for site in found:
-        other = paths[id(model.get_submodule(site.path))]
-        if other != site.path:
+        same = paths[id(model.get_submodule(site.path))]
+        if len(same) > 1:
             raise UserError(
-                f"{site.path} and {other} are one module object; give each stack its own, with a tied weight if they should be equal"
+                f"{' and '.join(same)} are one module object, so a slot at one would act at both (resize_token_embeddings joins the "
+                "embeddings like this); save the backbone and load it again, or give each path its own module with a tied weight"
             )
 
 

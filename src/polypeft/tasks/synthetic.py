@@ -1,9 +1,9 @@
 """Small text tasks of our own, made from word lists by a seed: what the quickstart learns, with no download.
 
-Nine tasks, each with inputs of at most 24 words and targets of one to three: four about words (plural, past_tense, antonym, first_letter),
-two about order (sort_letters, reverse), three that classify (larger, sentiment, entailment). No input is shared between train, validation
-and test. Neither is what would give an answer away: a word of a word list, both directions of an antonym pair, a pair of numbers in
-the other order, the same letters in another order.
+Twelve tasks, each with inputs of at most 24 words and targets of one to three: three inflect or replace a word (plural, past_tense,
+antonym), four order or pick (sort_letters, reverse, first_word, colour), five classify (larger, sentiment, entailment, topic, question).
+No input is shared between train, validation and test. Neither is what would give an answer away: a word of a word list, both directions of
+an antonym pair, a pair of numbers in the other order, the same words or letters in another order.
 """
 
 from __future__ import annotations
@@ -138,11 +138,22 @@ def _sorted_letters(rng: random.Random) -> Iterator[Group]:
         yield [(f"sort: {' '.join(rng.sample(letters, 3))}", " ".join(letters))]
 
 
-def _reversed(rng: random.Random) -> Iterator[Group]:
-    triples = list(itertools.combinations(lists.COLOURS, 3))
-    for chosen in rng.sample(triples, len(triples)):
-        words = rng.sample(chosen, 3)
-        yield [(f"reverse: {' '.join(words)}", " ".join(reversed(words)))]
+def _placed(prompt: str, answer: Callable[[list[str]], str]) -> Callable[[random.Random], Iterator[Group]]:
+    def groups(rng: random.Random) -> Iterator[Group]:
+        triples = list(itertools.combinations(lists.PLACED, 3))
+        for chosen in rng.sample(triples, len(triples)):
+            words = rng.sample(chosen, 3)
+            yield [(f"{prompt}: {' '.join(words)}", answer(words))]
+
+    return groups
+
+
+def _colours(rng: random.Random) -> Iterator[Group]:
+    things = [thing for words in lists.KINDS.values() for thing in words]
+    after_a = [colour for colour in lists.COLOURS if colour[0] not in "aeiou"]
+    facts = list(itertools.product(lists.PEOPLE, lists.FACT_VERBS, after_a, things))
+    for person, verb, colour, thing in rng.sample(facts, len(facts)):
+        yield [(f"which colour: {person} {verb} a {colour} {thing}.", colour)]
 
 
 def _reviews(rng: random.Random) -> Iterator[Group]:
@@ -173,14 +184,31 @@ def _entailments(rng: random.Random) -> Iterator[Group]:
         yield [(f"{name} {verb} a {thing}. does it follow that {name} {verb} {article} {asked}?", "yes" if i % 2 else "no")]
 
 
+def _topics(rng: random.Random) -> Iterator[Group]:
+    things = [(topic, thing) for topic, words in lists.TOPICS.items() for thing in words]
+    sentences = list(itertools.product(lists.TOPIC_SENTENCES, lists.PEOPLE, things))
+    for sentence, person, (topic, thing) in rng.sample(sentences, len(sentences)):
+        yield [(f"topic: {sentence.format(person, thing)}", topic)]
+
+
+def _questions(rng: random.Random) -> Iterator[Group]:
+    things = [thing for words in lists.KINDS.values() for thing in words]
+    asked = list(itertools.product(lists.QUESTIONS, lists.PEOPLE, lists.QUESTION_VERBS, things))
+    for answer, person, verb, thing in rng.sample(asked, len(asked)):
+        yield [(f"asks for: {lists.QUESTIONS[answer].format(person, verb, thing)}", answer)]
+
+
 MAKERS = (
     Maker("plural", _each_word("plural", lists.NOUNS, plural)),
     Maker("past_tense", _each_word("past tense", lists.VERBS, past)),
     Maker("antonym", _antonyms),
-    Maker("first_letter", _each_word("first letter", tuple(dict.fromkeys(lists.NOUNS + lists.VERBS)), lambda word: word[0])),
     Maker("sort_letters", _sorted_letters),
-    Maker("reverse", _reversed),
+    Maker("reverse", _placed("reverse", lambda words: " ".join(reversed(words)))),
+    Maker("first_word", _placed("first word", lambda words: words[0])),
+    Maker("colour", _colours),
     Maker("larger", _larger, ("first", "second")),
     Maker("sentiment", _reviews, ("negative", "positive")),
     Maker("entailment", _entailments, ("no", "yes")),
+    Maker("topic", _topics, tuple(lists.TOPICS)),
+    Maker("question", _questions, tuple(lists.QUESTIONS)),
 )

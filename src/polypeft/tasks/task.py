@@ -209,10 +209,9 @@ def _records(task: Task, where: str) -> tuple[str, str, Iterator[tuple[int, Mapp
 
 
 def _check_row(row: Row, place: str) -> None:
-    if not row.source.strip():
-        raise UserError(f"{place}: `source:` came out empty; mend or remove the row")
-    if not row.target.strip():
-        raise UserError(f"{place}: `target:` came out empty; mend or remove the row")
+    for name, text in (("source", row.source), ("target", row.target)):
+        if not text.strip():
+            raise UserError(f"{place}: `{name}:` came out empty; mend or remove the row, or use a template: {{{{ COLUMN or '(none)' }}}}")
     if row.answers is not None and row.target not in row.answers:
         raise UserError(
             f"{place}: the target {row.target!r} is not in `answers:` ({', '.join(map(repr, row.answers))}); "

@@ -47,7 +47,7 @@ def render(field: Field, record: Mapping[str, Any], place: str) -> str:
     try:
         return field.template.render({"row": record, **record})
     except jinja2.exceptions.SecurityError as error:
-        raise UserError(f"{place}: `{field.name}:` is refused: {error}; templates may read columns only") from None
+        raise UserError(f"{place}: `{field.name}:` may only read columns: {error}") from None
     except jinja2.UndefinedError as error:
         raise UserError(f"{place}: `{field.name}:` uses what the record lacks: {error.message}; {_columns(record)}") from None
     except (jinja2.TemplateError, ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:

@@ -67,9 +67,8 @@ ANTONYMS = tuple(
     borrow-lend build-destroy accept-refuse remember-forget find-hide lock-unlock tie-untie enter-exit attack-defend float-sink
     increase-decrease expand-shrink freeze-melt sleep-wake stand-sit throw-catch praise-blame save-spend ask-reply add-subtract
     multiply-divide always-never often-rarely all-none many-few more-less everything-nothing everywhere-nowhere someone-nobody
-    yes-no true-false cheap-expensive safe-dangerous brave-cowardly polite-rude careful-careless useful-useless easy-difficult simple-complex
-    smooth-rough
-    sharp-blunt wide-narrow deep-shallow young-elderly sweet-bitter fresh-rotten raw-cooked
+    yes-no true-false cheap-expensive safe-dangerous brave-cowardly polite-rude careful-careless useful-useless easy-difficult
+    simple-complex smooth-rough sharp-blunt wide-narrow deep-shallow young-elderly sweet-bitter fresh-rotten raw-cooked
     alive-dead awake-asleep absent-present ancient-modern calm-nervous clever-stupid guilty-innocent generous-selfish
     kind-cruel lazy-busy legal-illegal possible-impossible visible-invisible lucky-unlucky fair-unfair equal-unequal known-unknown
     married-single male-female maximum-minimum major-minor public-private permanent-temporary natural-artificial normal-strange
@@ -84,9 +83,8 @@ UNITS = _words(
 )
 TENS = _words("twenty thirty forty fifty sixty seventy eighty ninety")
 
-COLOURS = _words("red green blue white black brown gold grey orange pink purple silver yellow") + _words(
-    "dog cat horse bird fish lion tree river stone house"
-)
+COLOURS = _words("red green blue white black brown gold grey orange pink purple silver yellow")
+PLACED = COLOURS + _words("dog cat horse bird fish lion tree river stone house")
 
 SUBJECTS = _words("food service film story music acting ending room staff book hotel place show game price view")
 OPINIONS = {
@@ -110,3 +108,24 @@ KINDS = {
     "musical instrument": _words("piano guitar violin drum flute trumpet harp cello banjo clarinet"),
     "garment": _words("shirt coat jacket dress skirt sweater hat scarf sock glove"),
 }
+
+TOPICS = {
+    "food": _words("soup bread cheese rice pasta salad pizza chicken butter chocolate sugar coffee"),
+    "music": _words("song piano guitar violin drum concert melody singer orchestra flute trumpet chorus"),
+    "sport": _words("football tennis golf hockey swimming boxing race goal team coach marathon tournament"),
+    "weather": _words("rain snow storm wind fog thunder sunshine frost hail breeze drought heat"),
+}
+TOPIC_SENTENCES = (
+    "{} talked about the {} all day.",
+    "{} still remembers the {}.",
+    "in the end {} liked the {}.",
+    "{} wrote a letter about the {}.",
+)
+
+QUESTIONS = {
+    "person": "who will {1} the {2} for {0}?",
+    "place": "where did {0} {1} the {2}?",
+    "time": "when did {0} {1} the {2}?",
+    "number": "how many times did {0} {1} the {2}?",
+}
+QUESTION_VERBS = _words("paint clean open repair move buy find sell hide carry wash watch")
