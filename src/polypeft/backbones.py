@@ -11,6 +11,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import importlib.util
 import json
 import re
@@ -41,6 +42,7 @@ from transformers import (
 from polypeft.errors import UserError, nearest
 
 EMBEDDED = "t5-mini"
+EMBEDDED_SHA256 = "098c21322168a0ae3ce5ec8685b0e8490dcdb35147adc84068f4078b620df149"
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 
 _DATA = Path(str(files("polypeft"))) / "data"
@@ -68,6 +70,7 @@ def load_backbone(
         with torch.random.fork_rng(devices=[]), _explained(name):
             torch.default_generator.manual_seed(seed)  # torch.manual_seed would also touch accelerators
             model = _from_config(name, config, _read_json(name), wanted, trust_remote_code)
+        model.name_or_path = name
         return model.to(target)  # pyright: ignore[reportArgumentType] - transformers wraps the method
     with _explained(name):
         model, report = _auto(name, config).from_pretrained(
@@ -80,6 +83,7 @@ def load_backbone(
             f"{', '.join(missing[:3])}; give a checkpoint that was saved with its language-model head"
         )
     _keep_untied(model)
+    model.name_or_path = name  # what a saved adapter says it belongs to, rather than where this machine keeps the files
     return model.to(target).eval()
 
 
@@ -117,6 +121,11 @@ def load_config(name: str, *, revision: str | None = None, trust_remote_code: bo
             raw = _read_json(name)
             return CONFIG_MAPPING[raw["model_type"]].from_dict(raw)
         return AutoConfig.from_pretrained(**_source(name, revision, trust_remote_code))
+
+
+def embedded_is_intact() -> bool:
+    """Whether the weights of the embedded backbone are those that polypeft ships."""
+    return hashlib.sha256((_DATA / EMBEDDED / "model.safetensors").read_bytes()).hexdigest() == EMBEDDED_SHA256
 
 
 def published() -> tuple[str, ...]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import inspect
 import json
 import statistics
@@ -171,19 +170,14 @@ def diagnose() -> list[dict[str, Any]]:
     device = torch.cuda.get_device_name(0) if torch.cuda.is_available() else f"cpu, {torch.get_num_threads()} threads"
     rows.append({"what": "device", "found": device, "state": "ok"})
     rows.append({"what": "bfloat16", "found": "yes" if _bfloat16() else "slow here", "state": "ok"})
-    rows.append({"what": backbones.EMBEDDED, "found": _embedded(), "state": "ok" if _embedded() == "intact" else "bad"})
+    intact = backbones.embedded_is_intact()
+    found_embedded = "intact" if intact else "its weights are not those polypeft ships: reinstall polypeft"
+    rows.append({"what": backbones.EMBEDDED, "found": found_embedded, "state": "ok" if intact else "bad"})
     return rows + [{"what": "known-bad pair", "found": line, "state": "note"} for line in known_bad_pairs(found)]
 
 
 def _bfloat16() -> bool:
     return torch.cuda.is_bf16_supported() if torch.cuda.is_available() else torch.backends.mkldnn.is_available()
-
-
-def _embedded() -> str:
-    """Whether the embedded backbone's weights are those that polypeft ships."""
-    folder = backbones.embedded_folder()
-    digest = hashlib.sha256((folder / "model.safetensors").read_bytes()).hexdigest()
-    return "intact" if digest == backbones.EMBEDDED_SHA256 else f"changed ({digest[:12]}): reinstall polypeft"
 
 
 def _opened(directory: Path, which: Literal["best", "last"], device: str | None) -> tuple[Recipe, Adapted, Text]:
