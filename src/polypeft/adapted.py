@@ -48,7 +48,7 @@ class Adapted(Face):
         if source.needs_encoder:
             self._handles.append(inject.before_decoder(backbone, self._live, self._from_encoder))
         self._override: Adapter | None = None
-        self._checkpointing = False
+        self._checkpointing: inject.Checkpointing | None = None
         self._verified = False
 
     # ------------------------------------------------------------------ running
@@ -83,8 +83,9 @@ class Adapted(Face):
     @torch.no_grad()
     def generate(self, input_ids: Tensor | None = None, task: TaskIds | None = None, **inputs: Any) -> Any:
         """The backbone's `generate` with the adapter of `task` in force; the adapter is made once, not per token. Errors as for `forward`."""
+        run: Any = self.backbone.generate
         with self._engaged(task, _rows(input_ids, inputs)):
-            output = self.backbone.generate(input_ids, **inputs)
+            output = run(input_ids, **inputs)
         self._verify_slots(inputs)
         return output
 
@@ -104,8 +105,10 @@ class Adapted(Face):
     def adapter(self, task: TaskIds | None = None, input_ids: Tensor | None = None, attention_mask: Tensor | None = None) -> Adapter:
         """The adapter of `task` (one row for each id given), or of the rows of `input_ids` (B, n) for a source that reads the encoder.
 
-        Raises `UserError` when a task or an input that the source needs is missing.
+        Raises `UserError` when a task or an input that the source needs is missing, and for full fine-tuning, which has no adapter.
         """
+        if self.source.trains_backbone:
+            raise UserError("full fine-tuning has no adapter apart from its backbone: save the whole model with save(directory)")
         ids = self._ids(task)
         params = self._cast(self.source(Condition(task=None if ids is None else ids.to(self.backbone.device))))
         if self.source.needs_encoder:
@@ -191,40 +194,51 @@ class Adapted(Face):
             )
         self._verified = exempt is None
 
-    def gradient_checkpointing_enable(self, gradient_checkpointing_kwargs: Mapping[str, Any] | None = None) -> None:
-        """Recompute activations in the backward pass, each layer with the adapter of its own forward. Only the non-reentrant kind exists."""
+    def gradient_checkpointing_enable(
+        self, gradient_checkpointing_kwargs: Mapping[str, Any] | None = None, every_n_layers: int = 1, offload: bool = False
+    ) -> None:
+        """Recompute activations in the backward pass, each layer with the adapter of its own forward. Only the non-reentrant kind exists.
+
+        every_n_layers: checkpoint one layer in so many. offload, moving what is kept to the host, is refused with `UserError`.
+        """
         given = dict(gradient_checkpointing_kwargs or {})
         if given.pop("use_reentrant", False):
             raise UserError("reentrant checkpointing cannot keep the adapter of a forward: use {'use_reentrant': False}")
         preserve = given.pop("preserve_rng_state", True)
         if given:
             raise UserError(f"unknown checkpointing arguments {sorted(given)}; known are use_reentrant=False and preserve_rng_state")
-        self.backbone._set_gradient_checkpointing(
-            enable=True, gradient_checkpointing_func=inject.Checkpointing(self._live, preserve_rng_state=preserve)
-        )
-        self._checkpointing = True
+        if offload:
+            raise UserError("checkpointed activations cannot be kept on the host here: leave out offload=True")
+        spaced = {} if every_n_layers == 1 else {"every_n_layers": every_n_layers}  # older transformers do not know it
+        self._checkpointing = inject.Checkpointing(self._live, preserve)
+        self.backbone._set_gradient_checkpointing(enable=True, gradient_checkpointing_func=self._checkpointing, **spaced)
 
-    def activation_checkpointing_enable(self, activation_checkpointing_kwargs: Mapping[str, Any] | None = None) -> None:
+    def activation_checkpointing_enable(
+        self, activation_checkpointing_kwargs: Mapping[str, Any] | None = None, every_n_layers: int = 1, offload: bool = False
+    ) -> None:
         """The newer transformers name of `gradient_checkpointing_enable`."""
-        self.gradient_checkpointing_enable(activation_checkpointing_kwargs)
+        self.gradient_checkpointing_enable(activation_checkpointing_kwargs, every_n_layers, offload)
 
     def gradient_checkpointing_disable(self) -> None:
         self.backbone._set_gradient_checkpointing(enable=False)
-        self._checkpointing = False
+        self._checkpointing = None
 
     activation_checkpointing_disable = gradient_checkpointing_disable
 
     def _refuse_foreign_checkpointing(self) -> None:
-        if self._checkpointing or not self.training or torch.compiler.is_compiling() or not torch.is_grad_enabled():
+        """Only our own checkpointing recomputes with this model's adapter; another adapted model of the same backbone has its own."""
+        if not self.training or torch.compiler.is_compiling() or not torch.is_grad_enabled():
             return
-        if any(vars(module).get("gradient_checkpointing", False) for module in self.backbone.modules()):
+        if any(function is not self._checkpointing for function in inject.checkpointing(self.backbone)):
             raise UserError(
-                "activation checkpointing was switched on at the backbone, where a recomputation loses the adapter: "
-                "switch it on with adapted.gradient_checkpointing_enable() instead"
+                "activation checkpointing was switched on at the backbone or by another adapted model of it, where a recomputation loses the "
+                "adapter: switch it on with this model's gradient_checkpointing_enable() instead"
             )
 
     def detach(self) -> PreTrainedModel:
-        """Take all slots out and return the backbone as it was found."""
+        """Take all slots out, and our checkpointing, and return the backbone as it was found, but for its weights, which stay frozen."""
+        if self._checkpointing in inject.checkpointing(self.backbone):
+            self.gradient_checkpointing_disable()
         inject.detach(self._handles)
         self._slots, self._handles = [], []
         return self.backbone
@@ -256,7 +270,9 @@ class Adapted(Face):
         """Write the trainable tensors and a header into `directory`, atomically; see `polypeft.load`."""
         save_adapted(self, Path(directory))
 
-    def save_pretrained(self, save_directory: str | Path, state_dict: Mapping[str, Tensor] | None = None, is_main_process: bool = True) -> None:
+    def save_pretrained(
+        self, save_directory: str | Path, state_dict: Mapping[str, Tensor] | None = None, is_main_process: bool = True
+    ) -> None:
         """What Trainer calls to write a checkpoint; `state_dict`, where given, is this model's gathered one."""
         if is_main_process:
             save_adapted(self, Path(save_directory), state_dict)
@@ -269,7 +285,9 @@ class Adapted(Face):
 
 def _rows(input_ids: Tensor | None, inputs: Mapping[str, Any]) -> int | None:
     """Rows of the batch as given, before beams expand them; None when nothing tells."""
-    for value in (input_ids, inputs.get("inputs_embeds"), inputs.get("decoder_input_ids")):
+    encoded = inputs.get("encoder_outputs")
+    states = None if encoded is None else encoded[0]
+    for value in (input_ids, inputs.get("inputs_embeds"), states, inputs.get("decoder_input_ids")):
         if value is not None:
             return value.shape[0]
     return None
@@ -306,7 +324,9 @@ def token_loss(logits: Tensor, labels: Tensor, *, shift: bool, num_items: Tensor
         logits, labels = logits[:, :-1], labels[:, 1:]
     labels = labels.to(logits.device)
     total = F.cross_entropy(
-        logits.reshape(-1, logits.shape[-1]).float() if logits.dtype in (torch.bfloat16, torch.float16) else logits.reshape(-1, logits.shape[-1]),
+        logits.reshape(-1, logits.shape[-1]).float()
+        if logits.dtype in (torch.bfloat16, torch.float16)
+        else logits.reshape(-1, logits.shape[-1]),
         labels.reshape(-1),
         ignore_index=-100,
         reduction="sum",

@@ -57,7 +57,9 @@ class Adapter:
             "format": FORMAT,
             "kind": "adapter",
             "fingerprint": self.fingerprint,
-            "deltas": [{"site": asdict(site), "delta": type(delta).__name__, "arguments": asdict(delta)} for site, delta in self.deltas.items()],
+            "deltas": [
+                {"site": asdict(site), "delta": type(delta).__name__, "arguments": vars(delta)} for site, delta in self.deltas.items()
+            ],
         }
         flat = {f"{key}|{name}": t for key, p in self.params.items() for name, t in p.items()}
         write_tensors(Path(path), flat, header)

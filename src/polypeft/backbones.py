@@ -84,7 +84,9 @@ def load_backbone(
         )
     _keep_untied(model)
     quantizer = vars(model).get("hf_quantizer")
-    if quantizer is not None and name.endswith(".gguf"):  # loading has turned the weights into plain floats; Trainer refuses what is still marked
+    if quantizer is not None and name.endswith(
+        ".gguf"
+    ):  # loading has turned the weights into plain floats; Trainer refuses what is still marked
         quantizer.remove_quantization_config(model)
     model.name_or_path = name  # what a saved adapter says it belongs to, rather than where this machine keeps the files
     return model.to(target).eval()

@@ -14,9 +14,7 @@ def model_card(recipe: Recipe, metrics: Mapping[str, Any]) -> str:
     """README.md of a run: what it is, what it scored, how to load it, and the recipe that made it."""
     counts = metrics["counts"]
     arguments = ", ".join(f"{name}={value!r}" for name, value in recipe.method.arguments.items())
-    tasks = "\n".join(
-        f"| {name} | {metrics['rows'][name]} | {_shown(metrics['validation'].get(name))} |" for name in recipe.task_names
-    )
+    tasks = "\n".join(f"| {name} | {metrics['rows'][name]} | {_shown(metrics['validation'].get(name))} |" for name in recipe.task_names)
     installed = ", ".join(f"{name} {version}" for name, version in versions(("torch", "transformers")).items())
     return f"""---
 library_name: polypeft

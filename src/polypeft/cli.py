@@ -140,7 +140,7 @@ def predict(
     _quiet()
     from polypeft.jobs import predict_lines
 
-    with open(file, encoding="utf-8-sig") if file != "-" and _readable(file) else _stdin() as lines:
+    with open(file, encoding="utf-8-sig", errors="surrogateescape") if file != "-" and _readable(file) else _stdin() as lines:
         bad = 0
         for record in predict_lines(run, lines, task, which, device):
             if "error" in record:
@@ -175,7 +175,9 @@ def params(
 
 
 @app.command()
-def sites(backbone: Annotated[str, typer.Argument(help="t5-mini, a hub id, a folder or a JSON configuration.")], as_json: Json = False) -> None:
+def sites(
+    backbone: Annotated[str, typer.Argument(help="t5-mini, a hub id, a folder or a JSON configuration.")], as_json: Json = False
+) -> None:
     """List the sites of a backbone, one a line."""
     _quiet()
     from polypeft.jobs import list_sites
@@ -264,7 +266,7 @@ def _readable(file: str) -> bool:
 
 
 def _stdin() -> Any:
-    return open(0, encoding="utf-8-sig", closefd=False)
+    return open(0, encoding="utf-8-sig", errors="surrogateescape", closefd=False)
 
 
 def _quiet() -> None:
@@ -282,4 +284,3 @@ def _quiet() -> None:
 
 if __name__ == "__main__":
     main()
-

@@ -65,7 +65,9 @@ def _checked_tensor(task: Tensor, names: Sequence[str]) -> Tensor:
         for i in ids.tolist():
             _task_id(i, {}, names)
     else:
-        torch._assert_async(((ids >= 0) & (ids < len(names))).all(), f"a task id is outside 0 to {len(names) - 1}")
+        torch._assert_async(  # pyright: ignore[reportPrivateImportUsage] - the one check that does not wait for the device
+            ((ids >= 0) & (ids < len(names))).all(), f"a task id is outside 0 to {len(names) - 1}"
+        )
     return ids
 
 
@@ -82,6 +84,8 @@ def pooled(states: Tensor, mask: Tensor | None) -> Tensor:
     if mask is None:
         return states.mean(1)
     if mask.shape != states.shape[:2]:
-        raise ValueError(f"expected an attention mask of shape {tuple(states.shape[:2])} to pool the encoder states; found {tuple(mask.shape)}")
+        raise ValueError(
+            f"expected an attention mask of shape {tuple(states.shape[:2])} to pool the encoder states; found {tuple(mask.shape)}"
+        )
     weight = mask.to(states.dtype).unsqueeze(-1)  # (B, n, 1)
     return (states * weight).sum(1) / weight.sum(1).clamp_min(1)

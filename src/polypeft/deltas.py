@@ -78,7 +78,9 @@ class LowRank(Delta):
 
     def merged(self, weight: Tensor, p: Parameters) -> Tensor:
         if p["a"].shape[0] != 1:
-            raise UserError(f"only one adapter can be merged into a weight; found {p['a'].shape[0]} groups. Select one with adapter.rows([i])")
+            raise UserError(
+                f"only one adapter can be merged into a weight; found {p['a'].shape[0]} groups. Select one with adapter.rows([i])"
+            )
         return weight + self.scale * (p["a"][0] @ p["b"][0]).T.to(weight.dtype)
 
 

@@ -55,9 +55,7 @@ def evaluate_task(
 
 def summary(results: Mapping[str, Scored]) -> dict[str, Any]:
     """Results as plain data: per task, and the macro average (the mean of the tasks' scores, each the mean of its metrics)."""
-    tasks = {
-        name: {"metrics": dict(r.metrics), "score": r.score, "majority": r.majority, "rows": r.rows} for name, r in results.items()
-    }
+    tasks = {name: {"metrics": dict(r.metrics), "score": r.score, "majority": r.majority, "rows": r.rows} for name, r in results.items()}
     majorities = [r.majority for r in results.values() if r.majority is not None]
     return {
         "tasks": tasks,
@@ -78,7 +76,9 @@ def predict(
     try:
         if decoding.kind == "rank":
             if not answers:
-                raise UserError("decode: rank chooses among a task's answers, but this task has none: give `answers:` or use decode: generate")
+                raise UserError(
+                    "decode: rank chooses among a task's answers, but this task has none: give `answers:` or use decode: generate"
+                )
             return _ranked(adapted, text, examples, decoding, answers)
         return _generated(adapted, text, examples, decoding)
     finally:
@@ -112,7 +112,7 @@ def _ranked(adapted: Adapted, text: Text, examples: Sequence[Example], decoding:
     for chunk in _by_length(candidates, decoding.batch_size):
         batch = _on(collate([candidates[i] for i in chunk]), adapted)
         scores[list(chunk)] = log_likelihood(adapted, batch).float().cpu()
-    best = scores.reshape(len(examples), len(targets)).argmax(1).tolist()  # (examples,)
+    best: list[int] = scores.reshape(len(examples), len(targets)).argmax(1).tolist()
     return [answers[i] for i in best]
 
 

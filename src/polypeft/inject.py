@@ -48,9 +48,11 @@ class Slot:
         if self.live.params is None or self.key not in self.live.params:
             return None
         self.fired = True
-        x = args[0]
+        x: Tensor | None = args[0]
         if self.taps:
             x, self.tapped = self.tapped, None
+        if x is None:
+            raise RuntimeError(f"{self.key}: the module at which the residual stream is read did not run before this one")
         return self.delta(x, output, self.live.params[self.key])
 
 
@@ -125,7 +127,9 @@ class DecoderInput:
             return
         states: Tensor | None = kwargs.get("encoder_hidden_states")
         if states is None:
-            raise RuntimeError(f"{type(module).__name__} was called without encoder_hidden_states, from which this method makes its adapters")
+            raise RuntimeError(
+                f"{type(module).__name__} was called without encoder_hidden_states, from which this method makes its adapters"
+            )
         if self.live.encoder_states is states and not torch.is_grad_enabled():
             return
         self.live.params = self.live.params | self.make(states, kwargs.get("encoder_attention_mask"))
@@ -141,6 +145,12 @@ def using(live: Live, params: Params | None, reads_encoder: bool = False) -> Ite
         yield
     finally:
         live.params, live.reads_encoder, live.encoder_states = before
+
+
+def checkpointing(model: nn.Module) -> list[Any]:
+    """The checkpointing function of each module of `model` where activation checkpointing is on."""
+    states = [vars(module) for module in model.modules()]
+    return [state.get("_gradient_checkpointing_func") for state in states if state.get("gradient_checkpointing", False)]
 
 
 class Checkpointing:

@@ -42,6 +42,7 @@ class Reach:
 class Face(PeftModel):
     """The attributes by which Trainer and TRL recognise an adapted model. Attributes of the backbone (config, device, ...) are reachable."""
 
+    backbone: PreTrainedModel
     special_peft_forward_args: frozenset[str] = frozenset()
     accepts_loss_kwargs = True
 
@@ -83,7 +84,13 @@ class Face(PeftModel):
 
 
 KNOWN_BAD = (
-    ("peft", "0.21", "transformers", "5.24", "PEFT's own prompt methods insert the prompt again at every decoding step and generate wrong text"),
+    (
+        "peft",
+        "0.21",
+        "transformers",
+        "5.24",
+        "PEFT's own prompt methods insert the prompt again at every decoding step and generate wrong text",
+    ),
     ("peft", "0.20", "transformers", "5.24", "PEFT cannot wrap encoder-decoder models with task_type SEQ_2_SEQ_LM"),
 )
 """(package, its newest bad version, package, its oldest bad version, what goes wrong). polypeft's own methods are not affected."""

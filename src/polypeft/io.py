@@ -124,15 +124,23 @@ def save_adapted(adapted: Adapted, directory: Path, state_dict: Mapping[str, Ten
 def restore_adapted(adapted: Adapted, directory: Path) -> None:
     """Read what `save_adapted` wrote into a model made in the same way.
 
-    Raises `UserError` naming the difference when method, backbone, tasks or tensors are not those of the file.
+    Raises `UserError` naming the difference when method, arguments, backbone, tasks or tensors are not those of the file.
     """
     path = directory / WEIGHTS
     tensors, header = read_tensors(path)
     check_format(header, "adapted", path)
-    mine = {"method": adapted.method, "fingerprint": adapted.fingerprint, "tasks": list(adapted.tasks)}
+    arguments = json.loads(json.dumps(adapted.arguments))  # as a file has them: tuples become lists
+    mine = {
+        "method": adapted.method,
+        "arguments": {name: arguments.get(name) for name in header["arguments"]},  # a newer version may have more, at their defaults
+        "fingerprint": adapted.fingerprint,
+        "tasks": list(adapted.tasks),
+    }
     for what, value in mine.items():
         if header[what] != value:
-            raise UserError(f"{path} was saved with {what} {header[what]!r}; this model has {value!r}. Load it with polypeft.load({str(directory)!r})")
+            raise UserError(
+                f"{path} was saved with {what} {header[what]!r}; this model has {value!r}. Load it with polypeft.load({str(directory)!r})"
+            )
     try:
         adapted.source.load_state_dict(tensors)
     except RuntimeError as error:

@@ -44,7 +44,12 @@ def evaluate_run(
     data = read_data(recipe, text)
     if split is None:
         split = "test" if len(data.split("test")) == len(data.tasks) else "validation"
-    result = {"run": str(directory), "split": split, "which": which, **summary(evaluate_split(adapted, text, data, split, decoding_of(recipe), say))}
+    result = {
+        "run": str(directory),
+        "split": split,
+        "which": which,
+        **summary(evaluate_split(adapted, text, data, split, decoding_of(recipe), say)),
+    }
     write_json(directory / f"evaluation-{split}.json", result)
     return result
 
@@ -92,7 +97,7 @@ def _example(number: int, line: str, task: str | None, tasks: dict[str, Task], t
     if not isinstance(record, dict):
         return {"line": number, "error": f"expected an object with the fields of the task's source; found {type(record).__name__}"}
     name = record.get("task", task)
-    if name not in tasks:
+    if not isinstance(name, str) or name not in tasks:
         known = ", ".join(tasks)
         what = "names no task and no --task was given" if name is None else f"unknown task {name!r}{nearest(str(name), tasks)}"
         return {"line": number, "error": f"{what}; the run has {known}"}
@@ -100,6 +105,8 @@ def _example(number: int, line: str, task: str | None, tasks: dict[str, Task], t
         source = templates.render(templates.compile_field("source", tasks[name].source), record, f"line {number}")
     except UserError as error:
         return {"line": number, "error": str(error).removeprefix(f"line {number}: ")}
+    if any("\ud800" <= character <= "\udfff" for character in source):  # bytes that are no UTF-8, or half an escaped pair
+        return {"line": number, "error": "not text in UTF-8"}
     prompts, _ = text.prompts([source])
     return Example(str(number), list(tasks).index(name), prompts[0], ())
 
@@ -166,7 +173,9 @@ def _task_row(index: int, record: Task, text: Text) -> dict[str, Any]:
 def diagnose() -> list[dict[str, Any]]:
     """Versions, devices, the embedded backbone and known-bad pairs; "state" is ok, note or bad."""
     found = versions(("polypeft", "torch", "transformers", "accelerate", "peft", "datasets", "safetensors", "tokenizers", "gguf"))
-    rows = [{"what": name, "found": version, "state": "ok" if version != "-" or name == "gguf" else "note"} for name, version in found.items()]
+    rows = [
+        {"what": name, "found": version, "state": "ok" if version != "-" or name == "gguf" else "note"} for name, version in found.items()
+    ]
     device = torch.cuda.get_device_name(0) if torch.cuda.is_available() else f"cpu, {torch.get_num_threads()} threads"
     rows.append({"what": "device", "found": device, "state": "ok"})
     rows.append({"what": "bfloat16", "found": "yes" if _bfloat16() else "slow here", "state": "ok"})

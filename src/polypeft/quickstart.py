@@ -14,7 +14,6 @@ from polypeft.errors import UserError
 from polypeft.evaluate import Scored, summary
 from polypeft.io import write_atomic, write_json
 from polypeft.recipe import load as load_recipe
-from polypeft.schema import Recipe
 from polypeft.tasks import synthetic
 from polypeft.tasks.collate import Collator, Text
 from polypeft.train import Data, decoding_of, evaluate_split, read_data, train
@@ -75,7 +74,14 @@ def _recipe(method: dict[str, Any], entries: list[dict[str, Any]], steps: int) -
         "method": method,
         "tasks": tasks,
         "lengths": {"source": 64, "target": 16},
-        "training": {"steps": steps, "batch_size": 32, "learning_rate": LEARNING_RATE, "warmup": min(20, steps), "evaluate_every": steps, "log_every": 50},
+        "training": {
+            "steps": steps,
+            "batch_size": 32,
+            "learning_rate": LEARNING_RATE,
+            "warmup": min(20, steps),
+            "evaluate_every": steps,
+            "log_every": 50,
+        },
         "evaluation": {"batch_size": 100},
     }
 
@@ -113,7 +119,12 @@ def _result(out: Path, trained: dict[str, Trained]) -> Result:
     table.append({"task": "trainable %", "majority": 0, **{name: f"{t.counts['percent']:.2f}" for name, t in trained.items()}})
     table.append({"task": "step over floor", "majority": "1.00", **{name: f"{t.over_floor:.2f}" for name, t in trained.items()}})
     best = max(macro, key=lambda name: macro[name])
-    data = {"table": table, "best": best, "runs": {name: str(t.directory) for name, t in trained.items()}, "predictions": _predictions(trained[best])}
+    data = {
+        "table": table,
+        "best": best,
+        "runs": {name: str(t.directory) for name, t in trained.items()},
+        "predictions": _predictions(trained[best]),
+    }
     closing = ["", f"Two test rows of each task, predicted by {best}:", *_shown(data["predictions"]), "", *_next_steps(out, best)]
     return Result(table, closing, data)
 

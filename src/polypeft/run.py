@@ -1,11 +1,11 @@
 """A run: the directory that a recipe produced, and loading what is in it.
 
-    RUN/recipe.yaml      the resolved recipe
-        checkpoints/     Trainer's checkpoints, with optimizer state, to resume from
-        best/  last/     the trainable tensors of the best and of the last step
-        log.jsonl        what training logged, a line each
-        metrics.json     scores of the best checkpoint, counts, versions
-        README.md        the model card
+RUN/recipe.yaml      the resolved recipe
+    checkpoints/     Trainer's checkpoints, with optimizer state, to resume from
+    best/  last/     the trainable tensors of the best and of the last step
+    log.jsonl        what training logged, a line each
+    metrics.json     scores of the best checkpoint, counts, versions
+    README.md        the model card
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from polypeft import methods
 from polypeft.adapted import Adapted
 from polypeft.backbones import load_backbone, load_tokenizer
 from polypeft.errors import UserError, nearest
-from polypeft.io import read_header, restore_adapted, write_atomic
 from polypeft.interop import WEIGHTS
+from polypeft.io import read_header, restore_adapted, write_atomic
 from polypeft.method import Method
 from polypeft.recipe import Recipe
 from polypeft.recipe import load as load_recipe
@@ -52,16 +52,16 @@ def load(
         raise UserError(f"no trained adapter in {directory}: expected {WEIGHTS} there or in {which}/. A run has it once it has finished")
     header = read_header(weights)
     if backbone is None:
-        backbone = _backbone_of(directory, header)
+        backbone = _backbone_of(directory, header, device)
     adapted = method_named(header["method"], header["arguments"])(backbone, header["tasks"] or None)
     restore_adapted(adapted, weights)
     return adapted.to(device).eval()
 
 
-def _backbone_of(directory: Path, header: dict[str, Any]) -> PreTrainedModel:
+def _backbone_of(directory: Path, header: dict[str, Any], device: str) -> PreTrainedModel:
     if (directory / RECIPE).is_file():
-        return recipe_backbone(load_recipe(directory / RECIPE))
-    return load_backbone(header["backbone"], revision=header["revision"])
+        return recipe_backbone(load_recipe(directory / RECIPE), device)
+    return load_backbone(header["backbone"], revision=header["revision"], device=device)
 
 
 def _local(path: str | Path, revision: str | None) -> Path:
@@ -83,9 +83,9 @@ def method_named(name: str, arguments: dict[str, Any]) -> Method:
     return getattr(methods, name)(**tuples)
 
 
-def recipe_backbone(recipe: Recipe) -> PreTrainedModel:
+def recipe_backbone(recipe: Recipe, device: str = "cpu") -> PreTrainedModel:
     given = recipe.backbone
-    return load_backbone(given.name, revision=given.revision, dtype=given.dtype, trust_remote_code=given.trust_remote_code)
+    return load_backbone(given.name, revision=given.revision, dtype=given.dtype, device=device, trust_remote_code=given.trust_remote_code)
 
 
 def recipe_tokenizer(recipe: Recipe) -> PreTrainedTokenizerBase:

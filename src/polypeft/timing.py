@@ -56,4 +56,3 @@ def seconds(step: Callable[[], None]) -> float:
     started = time.perf_counter()
     step()
     return time.perf_counter() - started
-

@@ -65,7 +65,9 @@ def read_data(recipe: Recipe, text: Text) -> Data:
     return Data(tasks, rows, train, tuple(sizes), {name: n for name, n in cut.items() if n})
 
 
-def train(recipe: Recipe, directory: Path, *, resume: bool = False, device: str | None = None, say: Callable[[str], None] = print) -> dict[str, Any]:
+def train(
+    recipe: Recipe, directory: Path, *, resume: bool = False, device: str | None = None, say: Callable[[str], None] = print
+) -> dict[str, Any]:
     """Run `recipe` in `directory`; gives what `metrics.json` holds.
 
     resume: continue an interrupted run from its last complete checkpoint, or start it when it has none. say: takes lines of progress.
@@ -74,9 +76,10 @@ def train(recipe: Recipe, directory: Path, *, resume: bool = False, device: str 
     """
     _check_precision(recipe, device)
     tokenizer = run.recipe_tokenizer(recipe)
-    backbone = run.recipe_backbone(recipe)
+    backbone = run.recipe_backbone(recipe, device or "cpu")
     text = run.recipe_text(recipe, tokenizer, bool(backbone.config.is_encoder_decoder))
     data = read_data(recipe, text)
+    _check_scores(recipe, data)
     set_seed(recipe.training.seed)
     method = run.method_named(recipe.method.name, recipe.method.arguments)
     adapted = method(backbone, recipe.task_names)
@@ -88,9 +91,19 @@ def train(recipe: Recipe, directory: Path, *, resume: bool = False, device: str 
         adapted.gradient_checkpointing_enable()
     trainer = _trainer(recipe, directory, adapted, text, data, groups, device, say)
     started = time.perf_counter()
-    trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
+    stopped = None if checkpoint is None else _stopped(checkpoint)
+    if stopped is None:
+        trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
+    else:  # Trainer would train on to the end of the epoch
+        trainer.state = stopped
     seconds = time.perf_counter() - started
     return _finish(recipe, directory, trainer, data, seconds)
+
+
+def _stopped(checkpoint: Path) -> TrainerState | None:
+    """The state in `checkpoint` when training had come to its end there, by its steps or by early stopping."""
+    state = TrainerState.load_from_json(str(checkpoint / "trainer_state.json"))
+    return state if state.stateful_callbacks["TrainerControl"]["args"]["should_training_stop"] else None
 
 
 def parameter_groups(adapted: Adapted, given: float | Mapping[str, float] | None, default: float) -> list[dict[str, Any]]:
@@ -181,6 +194,12 @@ class Progress(TrainerCallback):
         self.log, self.say = log, say
         self.started = time.perf_counter()
 
+    def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        """Drop what an interrupted run logged after its last checkpoint: those steps come again."""
+        if state.is_world_process_zero and self.log.is_file():
+            whole = [line for line in self.log.read_text(encoding="utf-8").splitlines(keepends=True) if line.endswith("\n")]
+            write_atomic(self.log, "".join(line for line in whole if json.loads(line)["step"] <= state.global_step).encode())
+
     def on_log(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, logs: dict[str, float] | None = None, **_: Any
     ) -> None:
@@ -214,8 +233,6 @@ def _trainer(
 
     callbacks: list[TrainerCallback] = [Progress(directory / run.LOG, say)]
     if given.early_stopping is not None:
-        if not scored:
-            raise UserError("training.early_stopping needs a validation split in at least one task")
         callbacks.append(EarlyStoppingCallback(given.early_stopping))
     trainer = TaskTrainer(
         model=adapted,
@@ -275,6 +292,20 @@ def flat(results: Mapping[str, Scored]) -> dict[str, float]:
     return values
 
 
+def _check_scores(recipe: Recipe, data: Data) -> None:
+    """Raise `UserError` unless evaluation gives the scores that the recipe chooses by, each under a name of its own."""
+    having = [task for _, task, _ in data.split("validation")]
+    if recipe.training.early_stopping is not None and not having:
+        raise UserError("training.early_stopping needs a validation split in at least one task")
+    names = ["macro", *(task.name for task in having), *(f"{task.name}/{metric}" for task in having for metric in task.metrics)]
+    twice = [name for name in names if names.count(name) > 1]
+    if twice:
+        raise UserError(f"two validation scores would be called {twice[0]!r}: give the task another name")
+    metric = recipe.evaluation.metric
+    if metric not in names:
+        raise UserError(f"evaluation.metric: validation gives no score {metric!r}{nearest(metric, names)}; it gives {', '.join(names)}")
+
+
 def _check_precision(recipe: Recipe, device: str | None) -> None:
     if recipe.training.precision == "float16" and (device == "cpu" or not torch.cuda.is_available()):
         raise UserError("training.precision float16 needs a GPU: use bfloat16 or float32 here")
@@ -284,7 +315,9 @@ def _finish(recipe: Recipe, directory: Path, trainer: TaskTrainer, data: Data, s
     """Write best/ and last/, metrics.json and the model card; gives the metrics."""
     adapted, state = trainer.model, trainer.state
     assert isinstance(adapted, Adapted)
-    best = next((entry for entry in reversed(state.log_history) if entry["step"] == (state.best_global_step or -1) and "eval_macro" in entry), {})
+    best = next(
+        (entry for entry in reversed(state.log_history) if entry["step"] == (state.best_global_step or -1) and "eval_macro" in entry), {}
+    )
     metrics = {
         "steps": state.global_step,
         "best_step": state.best_global_step or state.global_step,
@@ -295,12 +328,9 @@ def _finish(recipe: Recipe, directory: Path, trainer: TaskTrainer, data: Data, s
         "counts": adapted.describe(),
     }
     if trainer.args.should_save:
-        adapted.save(directory / run.BEST)
-        last = run.last_checkpoint(directory / run.CHECKPOINTS)
-        if last is not None:
-            adapted.load_adapter(last)
-        adapted.save(directory / run.LAST)
-        adapted.load_adapter(directory / run.BEST)
+        for name, step in ((run.LAST, state.global_step), (run.BEST, metrics["best_step"])):
+            adapted.load_adapter(directory / run.CHECKPOINTS / f"checkpoint-{step}")
+            adapted.save(directory / name)
         write_json(directory / run.METRICS, metrics)
         write_atomic(directory / "README.md", card.model_card(recipe, metrics).encode())
         if recipe.push_to_hub is not None:

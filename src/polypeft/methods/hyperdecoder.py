@@ -43,9 +43,7 @@ def hyperdecoder(*, encoder: int = 64, decoder: int = 64, hidden: int = 128, rol
     return Method("hyperdecoder", arguments, _build, learning_rate=3e-4)
 
 
-def _build(
-    backbone: PreTrainedModel, tasks: int, encoder: int, decoder: int, hidden: int, roles: Roles | None
-) -> tuple[Deltas, Source]:
+def _build(backbone: PreTrainedModel, tasks: int, encoder: int, decoder: int, hidden: int, roles: Roles | None) -> tuple[Deltas, Source]:
     if not backbone.config.is_encoder_decoder:
         raise UserError(
             f"hyperdecoder makes the decoder's adapters from the encoder's output, and {type(backbone).__name__} has no encoder: "

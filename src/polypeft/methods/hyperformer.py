@@ -5,12 +5,12 @@ Karimi Mahabadi et al., "Parameter-efficient Multi-task Fine-tuning for Transfor
     u' = u + LN_tau(W_up gelu(W_down u + b_down) + b_up)      at the output u of self-attention and of the feed-forward, in both stacks
 
 HyperFormer    I = P(z_tau), P: Linear(512, 128), ReLU, Linear(128, 64); each tensor of each adapter is a linear map of I, its own for every site.
-HyperFormer++  I = LN(P([z_tau; layer; position])), P: Linear(3 * 64, 128), ReLU, Linear(128, 64), one such network for each stack; the linear maps
-               are shared by all sites of the stack.
+HyperFormer++  I = LN(P([z_tau; layer; position])), P: Linear(3 * 64, 128), ReLU, Linear(128, 64), one such network for each stack; the linear
+               maps are shared by all sites of the stack.
 
 The layer norm LN_tau has generated scale and shift. The backbone's norms are trained, shared by all tasks. Defaults: reduction 32 (table 1), task
-embeddings of 512 (64 for ++), hidden 128, embedding after projection 64 (section 3 and the released configurations; 512 is what reproduces the published
-count of HyperFormer, 64 that of ++), gelu_new, all linear layers N(0, 0.01^2) with zero bias, embeddings N(0, 1), learning rate 3e-4.
+embeddings of 512 (64 for ++), hidden 128, embedding after projection 64 (section 3 and the released configurations; 512 is what reproduces
+the published count of HyperFormer, 64 that of ++), gelu_new, all linear layers N(0, 0.01^2) with zero bias, embeddings N(0, 1), learning rate 3e-4.
 
 Deviation from the released code: its `hyperformer.json` shares one network among layers; this is the per-layer HyperFormer of the paper and of its
 table 1. Published counts are those of tests/test_counts.py.
@@ -106,7 +106,7 @@ class HyperFormer(Source):
         return self.heads(embedded.expand(self.sites, -1, -1))
 
     def task_tables(self) -> list[nn.Parameter]:
-        return [self.task_embedding.weight]
+        return list(self.task_embedding.parameters())
 
 
 class HyperFormerPlus(Source):
@@ -129,7 +129,7 @@ class HyperFormerPlus(Source):
         return params
 
     def task_tables(self) -> list[nn.Parameter]:
-        return [self.task_embedding.weight]
+        return list(self.task_embedding.parameters())
 
 
 class StackNetwork(nn.Module):
@@ -160,4 +160,3 @@ class StackNetwork(nn.Module):
 def projector(d_in: int, hidden: int, d_out: int) -> nn.Sequential:
     """Linear, ReLU, Linear, as both variants use it."""
     return nn.Sequential(linear(d_in, hidden, STD), nn.ReLU(), linear(hidden, d_out, STD))
-

@@ -48,7 +48,7 @@ def _build(
     roles: Roles | None,
 ) -> tuple[Deltas, Source]:
     delta = LowRank(rank, alpha)
-    deltas = {site: delta for site in find(backbone, linear_roles(backbone, sites, roles), stack, roles)}
+    deltas = dict.fromkeys(find(backbone, linear_roles(backbone, sites, roles), stack, roles), delta)
     return deltas, Stored(deltas, tasks if per_task else None)
 
 

@@ -53,12 +53,14 @@ class Text:
     @property
     def end(self) -> int:
         """The token that ends a target."""
-        eos = self.tokenizer.eos_token_id
-        return self.tokenizer.sep_token_id if eos is None else eos  # BERT ends with [SEP]
+        eos: Any = self.tokenizer.eos_token_id
+        sep: Any = self.tokenizer.sep_token_id
+        return sep if eos is None else eos  # BERT ends with [SEP]
 
     @property
     def pad(self) -> int:
-        return self.end if self.tokenizer.pad_token_id is None else self.tokenizer.pad_token_id
+        pad: Any = self.tokenizer.pad_token_id
+        return self.end if pad is None else pad
 
     def encode(self, rows: Sequence[Row], task: int, name: str) -> tuple[list[Example], int]:
         """The examples of `rows`, and how many sources were cut.
@@ -100,9 +102,10 @@ class Text:
             text = str(self.tokenizer.apply_chat_template([{"role": "user", "content": mark}], add_generation_prompt=True, tokenize=False))
             before, _, after = text.partition(mark)
             return self._plain(before), self._plain(after)
-        bos = self.tokenizer.bos_token_id
+        bos: Any = self.tokenizer.bos_token_id
         starts = bos is not None and list(self.tokenizer("").input_ids[:1]) == [bos]
-        return ((bos,) if starts else ()), self._plain(self.separator)
+        head: tuple[int, ...] = (bos,) if starts else ()
+        return head, self._plain(self.separator)
 
     def _plain(self, text: str) -> tuple[int, ...]:
         return tuple(self.tokenizer(text, add_special_tokens=False).input_ids)
