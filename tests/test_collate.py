@@ -128,9 +128,9 @@ def test_sep_ends_a_target_where_there_is_no_eos():
 
 
 def test_chat_needs_a_decoder_and_a_template():
-    with pytest.raises(UserError, match="`chat: true` needs .* but the backbone is an encoder-decoder: set chat: false"):
+    with pytest.raises(UserError, match=r"`chat: true` needs .* but the backbone is an encoder-decoder: set chat: false"):
         Text(tokenizer(chat=CHAT), encoder_decoder=True, chat=True)
-    with pytest.raises(UserError, match="`chat: true` needs .* but the tokenizer has no chat template: set chat: false"):
+    with pytest.raises(UserError, match=r"`chat: true` needs .* but the tokenizer has no chat template: set chat: false"):
         Text(tokenizer(), encoder_decoder=False, chat=True)
 
 

@@ -12,7 +12,6 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.testing import assert_close
 from transformers import Seq2SeqTrainer, Seq2SeqTrainingArguments, Trainer, TrainingArguments
-from transformers.trainer import TRAINER_STATE_NAME
 
 from cases import METHODS, TASKS, adapt, bare, gradients
 from polypeft import Adapted, UserError
@@ -85,6 +84,7 @@ def test_task_column_reaches_the_model(kind, method, family, tmp_path):
         expected = model(**tensors(rows(family))).logits
     run = trainer(model, family, tmp_path, kind)
     assert run.args.remove_unused_columns
+    assert run.label_names == ["labels"]  # what Trainer reads off the signature: any other name would silence evaluation
     assert set(next(iter(run.get_train_dataloader()))) == {"input_ids", "attention_mask", "labels", "task"}
     predicted = run.predict(rows(family)).predictions
     first = predicted[0] if isinstance(predicted, tuple) else predicted
@@ -161,7 +161,8 @@ def test_label_smoothing_equals_our_own(family, items, tmp_path):
     inputs = tensors(rows(family))
     counted = None if items is None else torch.tensor(items)
     expected = gradients(model, {**inputs, "label_smoothing": 0.2, "num_items_in_batch": counted})
-    ours = model(**inputs, label_smoothing=0.2, num_items_in_batch=counted).loss
+    with torch.no_grad():
+        ours, plain = (model(**inputs, label_smoothing=by, num_items_in_batch=counted).loss for by in (0.2, 0.0))
     run = trainer(model, family, tmp_path, label_smoothing_factor=0.2)
     if family != "llama":  # as for any encoder-decoder: the collator makes them, since Trainer hides the labels
         inputs["decoder_input_ids"] = model.prepare_decoder_input_ids_from_labels(inputs["labels"])
@@ -169,10 +170,10 @@ def test_label_smoothing_equals_our_own(family, items, tmp_path):
     theirs = run.compute_loss(model, dict(inputs), num_items_in_batch=counted)
     theirs.backward()
     # Trainer sums over the vocabulary in fp32
-    assert_close(theirs.double(), ours, rtol=1e-6, atol=1e-7)
+    assert_close(theirs.detach().double(), ours, rtol=1e-6, atol=1e-7)
     for name, p in model.source.named_parameters():
         assert_close(p.grad, expected[f"source.{name}"], rtol=1e-5, atol=1e-7)
-    assert abs(float(ours - model(**tensors(rows(family)), num_items_in_batch=counted).loss)) > 1e-3
+    assert abs(float(ours - plain)) > 1e-3
 
 
 @pytest.mark.parametrize("family", ["t5_v11", "llama"])
@@ -196,7 +197,8 @@ def test_trainer_trains_with_label_smoothing(family, tmp_path):
 def test_checkpointing_changes_nothing(kind, method, family, tmp_path):
     plain, saving = adapt(method, family), adapt(method, family)
     steps: dict[str, Any] = {"max_steps": 3, "logging_strategy": "steps", "logging_steps": 1}
-    first, second = (trainer(plain, family, tmp_path / "a", kind, **steps), trainer(saving, family, tmp_path / "b", kind, **CHECKPOINTING, **steps))
+    first = trainer(plain, family, tmp_path / "a", kind, **steps)
+    second = trainer(saving, family, tmp_path / "b", kind, gradient_checkpointing=True, **steps)
     first.train()
     second.train()
     layers = [module for module in saving.backbone.modules() if vars(module).get("gradient_checkpointing", False)]
@@ -207,13 +209,14 @@ def test_checkpointing_changes_nothing(kind, method, family, tmp_path):
     assert losses[0] == pytest.approx(losses[1], abs=1e-8)
 
 
-CHECKPOINTING = {"gradient_checkpointing": True}
-
-
 def test_checkpointing_arguments(tmp_path):
     model = adapt("lora", "t5_v11")
     model.activation_checkpointing_enable(every_n_layers=2)
-    marked = [name for name, m in model.backbone.named_modules() if vars(m).get("gradient_checkpointing", False) and ".block." in name]
+    marked = [
+        name
+        for name, m in model.backbone.named_modules()
+        if vars(m).get("gradient_checkpointing", False) and name[-1].isdigit() and name.count(".") == 2
+    ]
     assert marked == ["encoder.block.0", "encoder.block.2", "decoder.block.1"]
     with pytest.raises(UserError, match="leave out offload"):
         model.activation_checkpointing_enable(offload=True)
@@ -227,7 +230,9 @@ def test_checkpointing_arguments(tmp_path):
 @pytest.mark.parametrize("beams", [1, 2])
 def test_predict_with_generate(method, beams, tmp_path):
     model = adapt(method, "t5_v11")
-    run = trainer(model, "t5_v11", tmp_path, Seq2SeqTrainer, predict_with_generate=True, generation_max_length=6, generation_num_beams=beams)
+    run = trainer(
+        model, "t5_v11", tmp_path, Seq2SeqTrainer, predict_with_generate=True, generation_max_length=6, generation_num_beams=beams
+    )
     found = run.predict(rows("t5_v11"))
     inputs = {name: t for name, t in tensors(rows("t5_v11")).items() if name != "labels"}
     halves = [model.generate(**{name: t[i : i + 4] for name, t in inputs.items()}, max_length=6, num_beams=beams) for i in (0, 4)]
@@ -235,7 +240,8 @@ def test_predict_with_generate(method, beams, tmp_path):
     tokens = torch.tensor(found.predictions)
     tokens[tokens == -100] = 0
     exact(nn.functional.pad(tokens, (0, 6 - tokens.shape[1]), value=0), expected)
-    loss = sum(float(model(**{n: t[i : i + 4] for n, t in tensors(rows("t5_v11")).items()}).loss) for i in (0, 4)) / 2
+    with torch.no_grad():
+        loss = sum(float(model(**{n: t[i : i + 4] for n, t in tensors(rows("t5_v11")).items()}).loss) for i in (0, 4)) / 2
     assert found.metrics["test_loss"] == pytest.approx(loss, abs=1e-6)
 
 
@@ -259,7 +265,9 @@ def test_accumulation_equals_one_batch(method, family, smoothing, tmp_path):
     assert_close(state(models[1]), state(models[0]), rtol=0, atol=1e-7 if smoothing else 1e-10)
 
 
-@pytest.mark.parametrize(("family", "column"), [("llama", "position_ids"), ("t5_v11", "decoder_input_ids"), ("t5_v11", "decoder_attention_mask")])
+@pytest.mark.parametrize(
+    ("family", "column"), [("llama", "position_ids"), ("t5_v11", "decoder_input_ids"), ("t5_v11", "decoder_attention_mask")]
+)
 def test_columns_of_the_backbone_are_kept(family, column, tmp_path):
     """Columns that the bare backbone would get are not dropped unseen."""
     data = rows(family)
@@ -284,6 +292,5 @@ def test_trainer_saves_and_reloads_through_save_model(tmp_path):
     other = METHODS["hyperdecoder"](bare("t5_v11", torch.float32), tasks=TASKS)
     other.load_adapter(tmp_path / "final")
     exact(state(other), state(model))
-    assert not (tmp_path / TRAINER_STATE_NAME).exists()
     with pytest.raises(UserError, match="one adapter, 'default'; found 'other'"):
         other.load_adapter(tmp_path / "final", "other")

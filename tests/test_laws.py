@@ -126,7 +126,9 @@ class Count:
         self.calls += 1
 
 
-@pytest.mark.parametrize("options", [{}, {"num_beams": 3}, {"num_beams": 3, "num_return_sequences": 2}, {"do_sample": True}, {"use_cache": False}])
+@pytest.mark.parametrize(
+    "options", [{}, {"num_beams": 3}, {"num_beams": 3, "num_return_sequences": 2}, {"do_sample": True}, {"use_cache": False}]
+)
 def test_generate_makes_the_adapters_once(options):
     adapted = adapt("hyperdecoder", "t5_v11")
     inputs = given(adapted.backbone)

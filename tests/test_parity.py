@@ -1,12 +1,11 @@
-"""Every method against a slow reference: one row, one site and one position at a time, written from the papers' equations with plain matrices.
+"""Every method against a slow reference, written from the papers' equations: one row, one site and one position at a time.
 
-The reference shares no code with the deltas, the grouped products and the generators: it names the modules itself, reads the trained tensors by name
-from the source's state dict, and changes a bare backbone with hooks of its own.
+The reference shares no code with the deltas, the grouped products and the generators: it names the modules itself, reads the trained
+tensors by name from the source's state dict, and changes a bare backbone with hooks of its own.
 """
 
 from __future__ import annotations
 
-import copy
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -324,7 +323,7 @@ def test_reference_notices_a_wrong_site():
     [("gpt2", 1e-10), ("bart", 1e-10), ("t5_v11", 1e-5), ("llama", 1e-5), ("gemma3", 1e-5)],  # 1e-5: these backbones' norms compute in fp32
 )
 def test_trained_norms_equal_changed_weights(family, tolerance):
-    """A fresh Houlsby adapter is the identity, so what is left is the norms: T5's and Llama's RMS norm, Gemma's 1 + w, layer norms with a bias."""
+    """A fresh Houlsby adapter is the identity, which leaves the norms: T5's and Llama's RMS norm, Gemma's 1 + w, layer norms with a bias."""
     torch.manual_seed(0)
     adapted = methods.houlsby(reduction=4)(bare(family)).to(torch.float64).eval()
     model, inputs = bare(family), padded(adapted.backbone.config.is_encoder_decoder)
@@ -366,7 +365,7 @@ def _move_norm(source: nn.Module, model: nn.Module, name: str) -> None:
 
 def start(method: Method, family: str = "t5_v11") -> Weights:
     torch.manual_seed(0)
-    return dict(method(copy.deepcopy(bare(family)), tasks=16).source.state_dict())
+    return dict(method(bare(family), tasks=16).source.state_dict())
 
 
 def named(w: Weights, *parts: str) -> dict[str, Tensor]:
@@ -400,7 +399,7 @@ def test_hyperformer_starts_as_published(shared):
 
 
 def test_hyperdecoder_starts_as_published():
-    """Heads U(-c, c) with c = 1e-3 sqrt(3 / (hidden * fan)); fan is the bottleneck for the up weight, the width for the down weight, 1 for biases."""
+    """Heads U(-c, c) with c = 1e-3 sqrt(3 / (hidden * fan)); fan: the bottleneck for up weights, the width for down weights, 1 for biases."""
     hidden, size = 64, 16
     w = start(methods.hyperdecoder(encoder=size, decoder=size, hidden=hidden))
     fans = {f"down_{WIDTH}x{size}": WIDTH, f"up_{size}x{WIDTH}": size, f"down_bias_{size}": 1, f"up_bias_{WIDTH}": 1}

@@ -92,9 +92,13 @@ def test_a_fresh_process_computes_the_same(trained, tmp_path):
 
 
 def test_nothing_there(tmp_path):
-    with pytest.raises(UserError, match=r"no run '.*/none': it is no local directory, and the hub could not give it .*Check the path or the id"):
+    with pytest.raises(
+        UserError, match=r"no run '.*/none': it is no local directory, and the hub could not give it .*Check the path or the id"
+    ):
         polypeft.load(tmp_path / "none")
-    with pytest.raises(UserError, match=r"no trained adapter in .*: expected adapter_model.safetensors there or in best/\. A run has it once"):
+    with pytest.raises(
+        UserError, match=r"no trained adapter in .*: expected adapter_model.safetensors there or in best/\. A run has it once"
+    ):
         polypeft.load(tmp_path)
 
 
@@ -138,7 +142,12 @@ def test_open_run(trained, tmp_path):
 
 
 def test_an_incomplete_checkpoint_is_passed_over(tmp_path):
-    for step, names in ((5, (WEIGHTS, "trainer_state.json")), (10, (WEIGHTS, "trainer_state.json")), (15, (WEIGHTS,)), (20, ("trainer_state.json",))):
+    for step, names in (
+        (5, (WEIGHTS, "trainer_state.json")),
+        (10, (WEIGHTS, "trainer_state.json")),
+        (15, (WEIGHTS,)),
+        (20, ("trainer_state.json",)),
+    ):
         folder = tmp_path / f"checkpoint-{step}"
         folder.mkdir()
         for name in names:

@@ -18,6 +18,7 @@ from transformers import AutoModelForSeq2SeqLM
 import polypeft
 from polypeft import Adapted, UserError, methods, run
 from polypeft.errors import NonFiniteLoss
+from polypeft.evaluate import Scored
 from polypeft.recipe import load
 from polypeft.schema import Recipe
 from polypeft.train import decoding_of, evaluate_split, flat, parameter_groups, read_data, train
@@ -90,7 +91,7 @@ def short(tmp_path_factory) -> tuple[Recipe, Path]:
 
 
 def test_checkpoints_hold_trainable_tensors_and_no_pickled_arguments(short):
-    given, directory = short
+    _, directory = short
     adapted = polypeft.load(directory)
     for folder in sorted((directory / "checkpoints").iterdir()):
         names = {path.name for path in folder.iterdir()}
@@ -230,7 +231,7 @@ def test_a_non_finite_loss_stops_and_leaves_a_good_checkpoint(short, tmp_path, m
 
 @pytest.mark.slow
 def test_a_learning_rate_that_explodes_is_noticed(tmp_path):
-    given = recipe(tmp_path, training={"steps": 4, "learning_rate": 1e38, "evaluate_every": 4})
+    given = recipe(tmp_path, training={"steps": 4, "learning_rate": 1e30, "evaluate_every": 4})
     with pytest.raises(NonFiniteLoss, match=r"the loss is (nan|inf) at step 2, tasks .*lower training.learning_rate"):
         fit(given, tmp_path / "run")
     assert not list((tmp_path / "run").rglob(WEIGHTS))
@@ -243,12 +244,13 @@ def test_a_learning_rate_that_explodes_is_noticed(tmp_path):
 def test_accumulation_equals_a_larger_batch(tmp_path):
     lora = {"name": "lora", "rank": 4}
     for name, accumulation, size in (("one", 1, 8), ("two", 2, 4)):
-        training = {"steps": 3, "batch_size": size, "accumulation": accumulation, "evaluate_every": 3, "epochs": None}
-        tasks = [{**entry, "validation": None} for entry in without(tmp_path)]
-        fit(recipe(tmp_path, training=training, method=lora, tasks=tasks), tmp_path / name)
-    one, two = tensors(tmp_path / "one/last"), tensors(tmp_path / "two/last")
-    assert losses(tmp_path / "one").keys() == {1, 2, 3}
-    torch.testing.assert_close(one, two, rtol=0, atol=1e-6)
+        training = {"steps": 3, "batch_size": size, "accumulation": accumulation, "evaluate_every": 3, "learning_rate": 3e-4}
+        fit(recipe(tmp_path, training=training, method=lora, tasks=without(tmp_path, "validation")), tmp_path / name)
+    one, two = ([(line["loss"], line["grad_norm"]) for line in logged(tmp_path / name) if "loss" in line] for name in ("one", "two"))
+    assert len(one) == 3
+    assert two == [pytest.approx(pair, rel=1e-5) for pair in one]
+    # AdamW makes steps of its own size of gradients that are all rounding error, so weights agree less closely than gradients
+    torch.testing.assert_close(tensors(tmp_path / "one/last"), tensors(tmp_path / "two/last"), rtol=0, atol=3e-5)
 
 
 @pytest.mark.slow
@@ -419,13 +421,11 @@ def test_read_data_counts_and_numbers_rows(tmp_path):
     assert data.cut["colour/train"] == 6
     assert [(i, task.name, len(rows)) for i, task, rows in data.split("validation")] == [(0, "colour", 6), (1, "size", 4)]
     assert data.split("test") == []
+    adapted = methods.lora(rank=2)(polypeft.load_backbone("t5-mini"))
     with pytest.raises(UserError, match="no task has a test split: give `test:` in the recipe's tasks"):
-        adapted = methods.lora(rank=2)(polypeft.load_backbone("t5-mini"))
         evaluate_split(adapted, text, data, "test", decoding_of(given))
 
 
 def test_flat_names_scores():
-    from polypeft.evaluate import Scored
-
     scored = {"a": Scored({"accuracy": 0.5, "f1": 0.7}, 0.6, 4, None, ()), "b": Scored({"accuracy": 0.2}, 0.2, 4, None, ())}
     assert flat(scored) == pytest.approx({"macro": 0.4, "a": 0.6, "a/accuracy": 0.5, "a/f1": 0.7, "b": 0.2, "b/accuracy": 0.2})

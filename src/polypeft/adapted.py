@@ -60,16 +60,22 @@ class Adapted(Face):
         labels: Tensor | None = None,
         task: TaskIds | None = None,
         num_items_in_batch: Tensor | int | None = None,
-        label_smoothing: float = 0.0,
+        position_ids: Tensor | None = None,
+        decoder_input_ids: Tensor | None = None,
+        decoder_attention_mask: Tensor | None = None,
         **inputs: Any,
     ) -> Any:
         """The backbone's forward with the adapter of `task` (one for the batch, or one for each row) in force.
 
-        input_ids, attention_mask (B, n); labels (B, m), -100 where nothing is to be learnt. Other `inputs` go to the backbone as they are. With
-        labels the output has `loss`: cross-entropy summed over target tokens and divided by their number, or by `num_items_in_batch`.
+        input_ids, attention_mask (B, n); labels (B, m), -100 where nothing is to be learnt. Other `inputs` go to the backbone as they are; some are
+        named because Trainer drops columns that the signature does not name. With labels the output has `loss`: cross-entropy summed over target
+        tokens and divided by their number, or by `num_items_in_batch`, smoothed by the keyword `label_smoothing` (default 0).
 
         Raises `UserError` for an unknown or missing task and for a number of tasks that is neither 1 nor B.
         """
+        smoothing: float = inputs.pop("label_smoothing", 0.0)  # not in the signature, where Trainer takes any name with "label" for labels
+        named = {"position_ids": position_ids, "decoder_input_ids": decoder_input_ids, "decoder_attention_mask": decoder_attention_mask}
+        inputs |= {name: value for name, value in named.items() if value is not None}
         self._refuse_foreign_checkpointing()
         with self._engaged(task, _rows(input_ids, inputs)):
             output = self.backbone(input_ids=input_ids, attention_mask=attention_mask, **self._with_decoder_inputs(inputs, labels))
@@ -77,7 +83,7 @@ class Adapted(Face):
         if labels is None:
             return output
         shift = not self.backbone.config.is_encoder_decoder
-        loss = token_loss(output.logits, labels, shift=shift, num_items=num_items_in_batch, smoothing=label_smoothing)
+        loss = token_loss(output.logits, labels, shift=shift, num_items=num_items_in_batch, smoothing=smoothing)
         return type(output)(loss=loss, **output)
 
     @torch.no_grad()

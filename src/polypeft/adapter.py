@@ -35,8 +35,13 @@ class Adapter:
         return max((t.shape[0] for p in self.params.values() for t in p.values()), default=1)
 
     def rows(self, index: Sequence[int] | Tensor) -> Adapter:
-        """The adapter of the given rows, in that order; tensors shared by all rows stay shared."""
-        index = torch.as_tensor(index, dtype=torch.int64)
+        """The adapter of the given rows, by number and in that order; tensors shared by all rows stay shared.
+
+        Raises `UserError` for anything but a list of whole numbers, such as a mask.
+        """
+        index = torch.as_tensor(index)
+        if index.ndim != 1 or index.dtype == torch.bool or index.is_floating_point():
+            raise UserError(f"rows are chosen by a list of their numbers; found {index.dtype} {tuple(index.shape)}")
         return self._map(lambda t: t if t.shape[0] == 1 and self.groups > 1 else t[index.to(t.device)])
 
     def detach(self) -> Adapter:

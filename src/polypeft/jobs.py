@@ -25,6 +25,7 @@ from polypeft.schema import Recipe
 from polypeft.tasks import task as task_records
 from polypeft.tasks import templates
 from polypeft.tasks.collate import Example, Text
+from polypeft.tasks.messages import Turns, checked_prompt
 from polypeft.tasks.task import Task
 from polypeft.train import decoding_of, evaluate_split, read_data
 
@@ -101,14 +102,22 @@ def _example(number: int, line: str, task: str | None, tasks: dict[str, Task], t
         known = ", ".join(tasks)
         what = "names no task and no --task was given" if name is None else f"unknown task {name!r}{nearest(str(name), tasks)}"
         return {"line": number, "error": f"{what}; the run has {known}"}
+    place = f"line {number}"
     try:
-        source = templates.render(templates.compile_field("source", tasks[name].source), record, f"line {number}")
+        prompts, _ = text.prompts([_source(tasks[name], record, place)])
     except UserError as error:
-        return {"line": number, "error": str(error).removeprefix(f"line {number}: ")}
-    if any("\ud800" <= character <= "\udfff" for character in source):  # bytes that are no UTF-8, or half an escaped pair
-        return {"line": number, "error": "not text in UTF-8"}
-    prompts, _ = text.prompts([source])
+        return {"line": number, "error": str(error).removeprefix(f"{place}: ")}
     return Example(str(number), list(tasks).index(name), prompts[0], ())
+
+
+def _source(task: Task, record: dict[str, Any], place: str) -> str | Turns:
+    field = templates.compile_field("source", task.source)
+    spoken = task_records.conversation(field, record, place)
+    source = checked_prompt(spoken, place) if spoken else templates.render(field, record, place)
+    texts = [source] if isinstance(source, str) else [content for _, content in source]
+    if any("\ud800" <= character <= "\udfff" for text in texts for character in text):  # bytes that are no UTF-8, or half an escaped pair
+        raise UserError("not text in UTF-8")
+    return source
 
 
 def count(path: Path, overrides: Sequence[str], tasks: int | None) -> dict[str, Any]:

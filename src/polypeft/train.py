@@ -163,7 +163,7 @@ class TaskTrainer(Trainer):
         inputs["label_smoothing"] = self.label_smoothing
         loss, outputs = super().compute_loss(model, inputs, return_outputs=True, num_items_in_batch=num_items_in_batch)
         if not torch.isfinite(loss):  # waits for the device, as Trainer's own nan filter, which is off, would
-            raise NonFiniteLoss(_non_finite(float(loss), self.state.global_step + 1, ids))
+            raise NonFiniteLoss(_non_finite(loss.item(), self.state.global_step + 1, ids))
         return (loss, outputs) if return_outputs else loss
 
     def evaluate(self, eval_dataset: Any = None, ignore_keys: Any = None, metric_key_prefix: str = "eval") -> dict[str, float]:
@@ -268,7 +268,7 @@ def _arguments(recipe: Recipe, directory: Path, scored: bool, device: str | None
         eval_steps=given.evaluate_every,
         save_strategy="steps",
         save_steps=given.evaluate_every,
-        save_total_limit=given.keep,
+        save_total_limit=max(given.keep, 2) if scored else given.keep,  # with 1 Trainer ends by deleting the last one for the best
         load_best_model_at_end=scored,
         metric_for_best_model=recipe.evaluation.metric if scored else None,
         greater_is_better=True,

@@ -12,6 +12,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from polypeft.errors import UserError
+from polypeft.tasks.messages import Turns
 from polypeft.tasks.task import Row
 
 
@@ -30,7 +31,8 @@ class Text:
     """How texts become tokens for one backbone.
 
     Encoder-decoder: source and target as the tokenizer makes them. Decoder-only: source + `separator` + target + end of sequence, tokenised apart and
-    joined, so that a prompt has the same tokens in training and in generation; with `chat` the tokenizer's chat template around the source instead.
+    joined, so that a prompt has the same tokens in training and in generation; with `chat` the tokenizer's chat template around the source, which may
+    be a conversation, instead.
     source_length, target_length: in tokens, special ones included. A longer source is cut at its end, a longer target is an error.
     """
 
@@ -69,15 +71,20 @@ class Text:
         """
         if not rows:
             return [], 0
-        prompts, cut = self.prompts([row.source for row in rows])
+        prompts, cut = self.prompts([row.turns or row.source for row in rows])
         targets = self.targets([row.target for row in rows])
         examples = [Example(f"{name}/{row.id}", task, prompt, target) for row, prompt, target in zip(rows, prompts, targets, strict=True)]
         for example, row in zip(examples, rows, strict=True):
             self._check_target(example, row.target)
         return examples, cut
 
-    def prompts(self, sources: Sequence[str]) -> tuple[list[tuple[int, ...]], int]:
-        """Tokens of each source as the backbone reads it, and how many sources were cut."""
+    def prompts(self, sources: Sequence[str | Turns]) -> tuple[list[tuple[int, ...]], int]:
+        """Tokens of each source as the backbone reads it, and how many sources were cut.
+
+        Raises `UserError` for a conversation without `chat`, or one that is too long: cutting it would leave half a turn.
+        """
+        if any(not isinstance(source, str) for source in sources):
+            return [self._conversation(source) for source in sources], 0
         if self.encoder_decoder:
             cut = sum(len(ids) > self.source_length for ids in self.tokenizer(list(sources)).input_ids)
             kept = self.tokenizer(list(sources), truncation=True, max_length=self.source_length).input_ids
@@ -86,6 +93,20 @@ class Text:
         head, tail = self._frame
         cut = sum(len(ids) > self._room for ids in plain)
         return [(*head, *ids[: self._room], *tail) for ids in plain], cut
+
+    def _conversation(self, source: str | Turns) -> tuple[int, ...]:
+        if not self.chat:
+            raise UserError(
+                "the source is a conversation (a list of messages): set `chat: true`, or write a template that turns it into text"
+            )
+        spoken = (("user", source),) if isinstance(source, str) else source
+        messages = [{"role": role, "content": content} for role, content in spoken]
+        ids = self._plain(str(self.tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)))
+        if len(ids) > self.source_length:
+            raise UserError(
+                f"a conversation that begins {spoken[0][1][:60]!r} has {len(ids)} tokens, more than lengths.source {self.source_length}: raise it"
+            )
+        return ids
 
     def targets(self, texts: Sequence[str]) -> list[tuple[int, ...]]:
         """Tokens of each target with the end-of-sequence token."""

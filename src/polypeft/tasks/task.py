@@ -11,19 +11,24 @@ from pathlib import Path
 from polypeft.errors import UserError
 from polypeft.tasks import metrics as scoring
 from polypeft.tasks import rows as reading
-from polypeft.tasks import splits, templates
+from polypeft.tasks import messages, splits, templates
+from polypeft.tasks.messages import Turns
 
 SPLITS = ("train", "validation", "test")
 
 
 @dataclass(frozen=True)
 class Row:
-    """One example. `id` is "train:17": the split and line (or record) it was read from, also where a fraction took it out of train."""
+    """One example. `id` is "train:17": the split and line (or record) it was read from, also where a fraction took it out of train.
+
+    `turns` is the whole prompt where the source is a conversation, whose last message is then `source`.
+    """
 
     id: str
     source: str
     target: str
     answers: tuple[str, ...] | None = None
+    turns: Turns = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,7 +40,8 @@ class Task:
         with `split_seed`, which train then loses; or None.
     dataset, subset, revision: a dataset on the Hugging Face hub (or a local folder written "./folder"), in Parquet.
     source, target: a Jinja2 template if it holds "{{" or "{%", otherwise a column name. A column must hold strings or numbers;
-        true, false, null and lists need a template that says how they read.
+        true, false, null and lists need a template that says how they read. A source column may also hold a conversation, a list of
+        {"role", "content"} messages (with `chat: true`); where the target is the same column, its last message is the target.
     answers: the target strings there are; any other target is an error. With f1 the second is the positive one.
     metrics: names from `polypeft.tasks.metrics`; by default accuracy with answers and exact_match without.
     limit: the most rows of each split, drawn with `split_seed` and kept in file order; a larger limit keeps the rows of a smaller one.
@@ -186,7 +192,7 @@ def _read(task: Task, split: str, where: str, source: templates.Field, target: t
     rows, places = [], {}
     for number, record in records:
         place = f"{label}, {unit} {number}"
-        row = Row(f"{split}:{number}", templates.render(source, record, place), templates.render(target, record, place), task.answers)
+        row = _row(task, f"{split}:{number}", record, place, source, target)
         _check_row(row, place)
         rows.append(row)
         places[place] = row.target
@@ -194,6 +200,23 @@ def _read(task: Task, split: str, where: str, source: templates.Field, target: t
         raise UserError(f"{label}: no rows; expected at least one for `{split}:`")
     scoring.check_targets(task.metrics, places)
     return rows
+
+
+def _row(task: Task, name: str, record: Mapping[str, object], place: str, source: templates.Field, target: templates.Field) -> Row:
+    spoken = conversation(source, record, place)
+    if not spoken:
+        return Row(name, templates.render(source, record, place), templates.render(target, record, place), task.answers)
+    if task.target == task.source:
+        turns, answer = messages.prompt_and_answer(spoken, place)
+    else:
+        turns, answer = messages.checked_prompt(spoken, place), templates.render(target, record, place)
+    return Row(name, turns[-1][1], answer, task.answers, turns)
+
+
+def conversation(source: templates.Field, record: Mapping[str, object], place: str) -> Turns:
+    """The messages that the column `source` holds; none where it is a template or holds no list."""
+    value = record.get(source.text) if source.template is None else None
+    return messages.turns(value, f"{place}: column {source.text!r}") if isinstance(value, list) and value else ()
 
 
 def _records(task: Task, where: str) -> tuple[str, str, Iterator[tuple[int, Mapping[str, object]]]]:
