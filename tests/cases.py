@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping
-from functools import lru_cache
+from functools import cache
 from types import MappingProxyType
 from typing import Any
 
@@ -42,7 +42,7 @@ def applies(method: str, family: str) -> bool:
     return method != "hyperdecoder" or family in ENCODER_DECODERS
 
 
-@lru_cache(maxsize=None)
+@cache
 def _pristine(family: str) -> PreTrainedModel:
     return FAMILIES[family]()
 

@@ -12,7 +12,7 @@ from transformers.modeling_outputs import BaseModelOutput
 
 from backbones import PAD
 from cases import ROWS, TASKS, adapt, bare, given, logits
-from polypeft import Adapted, Adapter, UserError, attach, methods
+from polypeft import Adapter, UserError, attach, methods
 from polypeft.deltas import LowRank
 from polypeft.source import Stored
 

@@ -7,11 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
 from polypeft import UserError
 from polypeft.tasks import Task, load
 from polypeft.tasks.collate import Text
-from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
 
 TALK = [
     {"role": "system", "content": "be short"},

@@ -8,6 +8,7 @@ houlsby   u' = u + N(act(u W_down + b_down) W_up + b_up) on the output u of the 
 parallel  out = x + FF(norm(x)) + relu(x W_down + b_down) W_up + b_up, x the residual stream. He et al. 2022, arXiv 2110.04366; placement,
           initialisation and size 230 are the baseline "Adapter" of Hyperdecoders (arXiv 2203.08304, table 1 and its configuration files; the 410
           of its appendix fits neither the file nor the count).
+          Deviation: the adapter joins the feed-forward's output before the backbone's residual dropout, not after it.
 """
 
 from __future__ import annotations

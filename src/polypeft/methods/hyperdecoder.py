@@ -11,7 +11,8 @@ from U(-c, c) with c = 1e-3 sqrt(3 / (hidden * fan)), fan being the rows of the 
 frozen. The generated adapter is near zero at the start but not zero: the paper's initialisation.
 
 Deviations from the released code, which regenerates the adapter at every decoding step: it is made once for each input and kept for the whole
-`generate`; decoders may have another number of layers than encoders (the code silently left some without adapters).
+`generate`; the adapter joins the feed-forward's output before the backbone's residual dropout, not after it (the same in evaluation, and on
+backbones without dropout); decoders may have another number of layers than encoders (the code silently left some without adapters).
 """
 
 from __future__ import annotations

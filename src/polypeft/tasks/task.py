@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from polypeft.errors import UserError
+from polypeft.tasks import messages, splits, templates
 from polypeft.tasks import metrics as scoring
 from polypeft.tasks import rows as reading
-from polypeft.tasks import messages, splits, templates
 from polypeft.tasks.messages import Turns
 
 SPLITS = ("train", "validation", "test")
