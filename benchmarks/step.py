@@ -278,7 +278,8 @@ def main() -> None:
     shapes = {shape: measured(shape, given.methods, size, repeats, size.new_tokens > 0) for shape in given.shapes}
     if given.json is not None:
         times = {
-            shape: {name: {kind: asdict(t) for kind, t in kinds.items()} for name, kinds in found.items()} for shape, found in shapes.items()
+            shape: {name: {kind: asdict(t) for kind, t in kinds.items()} for name, kinds in found.items()}
+            for shape, found in shapes.items()
         }
         given.json.write_text(json.dumps({**facts, "shapes": times}, indent=1) + "\n", encoding="utf-8")
 

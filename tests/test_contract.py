@@ -102,7 +102,7 @@ def test_backbone_stays_bitwise(method, family):
 
 NEAR = {"parallel": 1e-5, "parallel_per_task": 1e-5, "hyperdecoder": 1e-3, "hyperformer": 0.01, "hyperformer_shared": 0.4}
 """Methods whose papers start them close to the identity, not at it: bound on the change of the logits relative to the logits, as norms. HyperFormer++
-starts with normalised embeddings and so with adapters of about 0.03 at this width, next to tiny backbones' small activations. All others: no change."""
+starts with normalised embeddings, so with adapters of about 0.03 at this width, next to a tiny backbone's small activations. The rest: none."""
 
 
 @clause(2)
@@ -353,7 +353,7 @@ def _check_half(found: tuple[Tensor, dict[str, Tensor]], expected: tuple[Tensor,
     assert (found[0].float() - expected[0]).norm() < 0.1 * expected[0].norm()
     assert {grad.dtype for grad in found[1].values()} == {torch.float32}
     ours, theirs = (torch.cat([grads[name].flatten() for name in expected[1]]) for grads in (found[1], expected[1]))
-    assert torch.cosine_similarity(ours, theirs, dim=0) > 0.9
+    assert torch.cosine_similarity(ours, theirs, dim=0) > 0.8
 
 
 @clause(13)

@@ -156,13 +156,13 @@ def test_resuming_a_checkpoint_of_another_method_is_refused(tmp_path):
 @pytest.mark.parametrize("family", ["t5_v11", "bart", "llama"])
 @pytest.mark.parametrize("items", [None, 23])
 def test_label_smoothing_equals_our_own(family, items, tmp_path):
-    """Trainer takes the labels away and smooths outside; its value and gradients equal the forward's own `label_smoothing`."""
+    """Trainer takes the labels away and smooths outside; its value and gradients equal the forward's own `smoothing`."""
     model = adapt("hyperformer_shared", family)
     inputs = tensors(rows(family))
     counted = None if items is None else torch.tensor(items)
-    expected = gradients(model, {**inputs, "label_smoothing": 0.2, "num_items_in_batch": counted})
+    expected = gradients(model, {**inputs, "smoothing": 0.2, "num_items_in_batch": counted})
     with torch.no_grad():
-        ours, plain = (model(**inputs, label_smoothing=by, num_items_in_batch=counted).loss for by in (0.2, 0.0))
+        ours, plain = (model(**inputs, smoothing=by, num_items_in_batch=counted).loss for by in (0.2, 0.0))
     run = trainer(model, family, tmp_path, label_smoothing_factor=0.2)
     if family != "llama":  # as for any encoder-decoder: the collator makes them, since Trainer hides the labels
         inputs["decoder_input_ids"] = model.prepare_decoder_input_ids_from_labels(inputs["labels"])
@@ -182,7 +182,7 @@ def test_trainer_trains_with_label_smoothing(family, tmp_path):
     options: dict[str, Any] = {"max_steps": 1, "optim": "sgd", "learning_rate": 0.1, "max_grad_norm": 0, "lr_scheduler_type": "constant"}
     data, model = rows(family, 4), adapt("hyperformer", family)
     inputs = tensors(data)
-    found = gradients(model, {**inputs, "label_smoothing": 0.2})
+    found = gradients(model, {**inputs, "smoothing": 0.2})
     expected = {name: p.detach() - 0.1 * found[f"source.{name}"] for name, p in model.source.named_parameters()}
     if family != "llama":
         data = data.add_column("decoder_input_ids", model.prepare_decoder_input_ids_from_labels(inputs["labels"]).tolist())

@@ -241,21 +241,26 @@ def test_a_learning_rate_that_explodes_is_noticed(tmp_path):
 
 
 @pytest.mark.slow
-def test_accumulation_equals_a_larger_batch(tmp_path):
-    lora = {"name": "lora", "rank": 4}
+def test_accumulation_equals_a_larger_batch(tmp_path, monkeypatch):
+    # plain descent: AdamW makes whole steps of gradients that are all rounding error
+    monkeypatch.setattr("torch.optim.AdamW", lambda groups, weight_decay: torch.optim.SGD(groups))
+    targets = {"target": "{{ answer }} is the answer{{ ' for ' ~ word if answer == 'warm' }}"}  # of different lengths
+    tasks = [{**entry, **targets} for entry in without(tmp_path, "validation", "answers")]
     for name, accumulation, size in (("one", 1, 8), ("two", 2, 4)):
-        training = {"steps": 3, "batch_size": size, "accumulation": accumulation, "evaluate_every": 3, "learning_rate": 3e-4}
-        fit(recipe(tmp_path, training=training, method=lora, tasks=without(tmp_path, "validation")), tmp_path / name)
+        training = {"steps": 3, "batch_size": size, "accumulation": accumulation, "evaluate_every": 3, "learning_rate": 0.1}
+        given = recipe(tmp_path, training=training, method="lora", tasks=tasks, lengths={"source": 16, "target": 16})
+        fit(given, tmp_path / name)
     one, two = ([(line["loss"], line["grad_norm"]) for line in logged(tmp_path / name) if "loss" in line] for name in ("one", "two"))
     assert len(one) == 3
     assert two == [pytest.approx(pair, rel=1e-5) for pair in one]
-    # AdamW makes steps of its own size of gradients that are all rounding error, so weights agree less closely than gradients
-    torch.testing.assert_close(tensors(tmp_path / "one/last"), tensors(tmp_path / "two/last"), rtol=0, atol=3e-5)
+    torch.testing.assert_close(tensors(tmp_path / "one/last"), tensors(tmp_path / "two/last"), rtol=0, atol=1e-6)
+    moved = max(float(value.abs().max()) for name, value in tensors(tmp_path / "one/last").items() if name.endswith(".b"))
+    assert moved > 1e-3  # from zero
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "mixing", [{"kind": "equal"}, {"kind": "temperature", "temperature": 2.0, "cap": 5}, {"kind": "proportional"}], ids=lambda m: m["kind"]
+    "mixing", [{"kind": "equal"}, {"kind": "temperature", "temperature": 2.0, "cap": 5}], ids=lambda mixing: mixing["kind"]
 )
 def test_epochs_and_mixing(tmp_path, mixing):
     training = {"steps": None, "epochs": 1.0, "evaluate_every": 50}

@@ -18,6 +18,7 @@ from polypeft.condition import Condition, TaskIds, pooled, task_ids
 from polypeft.errors import UserError
 from polypeft.interop import Face
 from polypeft.io import fingerprint, restore_adapted, save_adapted
+from polypeft.ops import pick
 from polypeft.source import Deltas, Params, Source, module_name
 
 
@@ -60,6 +61,7 @@ class Adapted(Face):
         labels: Tensor | None = None,
         task: TaskIds | None = None,
         num_items_in_batch: Tensor | int | None = None,
+        smoothing: float = 0.0,
         position_ids: Tensor | None = None,
         decoder_input_ids: Tensor | None = None,
         decoder_attention_mask: Tensor | None = None,
@@ -69,11 +71,11 @@ class Adapted(Face):
 
         input_ids, attention_mask (B, n); labels (B, m), -100 where nothing is to be learnt. Other `inputs` go to the backbone as they are; some are
         named because Trainer drops columns that the signature does not name. With labels the output has `loss`: cross-entropy summed over target
-        tokens and divided by their number, or by `num_items_in_batch`, smoothed by the keyword `label_smoothing` (default 0).
+        tokens and divided by their number, or by `num_items_in_batch`, with label smoothing by `smoothing` (Trainer takes any name with "label" in
+        it for labels).
 
         Raises `UserError` for an unknown or missing task and for a number of tasks that is neither 1 nor B.
         """
-        smoothing: float = inputs.pop("label_smoothing", 0.0)  # not in the signature, where Trainer takes any name with "label" for labels
         named = {"position_ids": position_ids, "decoder_input_ids": decoder_input_ids, "decoder_attention_mask": decoder_attention_mask}
         inputs |= {name: value for name, value in named.items() if value is not None}
         self._refuse_foreign_checkpointing()
@@ -176,7 +178,7 @@ class Adapted(Face):
             return params
         index = index.to(self.backbone.device)
         made = distinct.shape[0]
-        return {key: {name: t[index] if t.shape[0] == made else t for name, t in p.items()} for key, p in params.items()}
+        return {key: {name: pick(t, index) if t.shape[0] == made else t for name, t in p.items()} for key, p in params.items()}
 
     def _from_encoder(self, states: Tensor, mask: Tensor | None) -> Params:
         return self._cast(self.source(Condition(context=pooled(states, mask))))

@@ -60,7 +60,7 @@ def root(version: Annotated[bool, typer.Option("--version", help="Print the vers
 @app.command()
 def quickstart(
     out: Annotated[Path, typer.Option(help="Where the runs go.")] = Path("polypeft-quickstart"),
-    steps: Annotated[int, typer.Option(min=1, help="Training steps of each method.")] = 0,
+    steps: Annotated[int | None, typer.Option(min=1, help="Training steps of each method; by default 250.")] = None,
     device: Device = None,
     as_json: Json = False,
 ) -> None:

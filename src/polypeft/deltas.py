@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from polypeft.errors import UserError
-from polypeft.ops import add, grouped, matmul
+from polypeft.ops import add, add_product, affine, grouped, layer_norm, matmul
 from polypeft.sites import Site
 
 __all__ = ["Bottleneck", "LowRank", "NormShift"]
@@ -73,8 +73,7 @@ class LowRank(Delta):
         return torch.empty(shape).uniform_(-bound, bound)
 
     def __call__(self, x: Tensor, y: Tensor, p: Parameters) -> Tensor:
-        inner = matmul(x, p["a"])  # (G, m, r)
-        return add(y, torch.bmm(inner, p["b"] * self.scale))
+        return add_product(y, matmul(x, p["a"]), p["b"], self.scale)
 
     def merged(self, weight: Tensor, p: Parameters) -> Tensor:
         if p["a"].shape[0] != 1:
@@ -117,11 +116,9 @@ class Bottleneck(Delta):
         return torch.empty(shape).uniform_(-bound, bound)
 
     def __call__(self, x: Tensor, y: Tensor, p: Parameters) -> Tensor:
-        inner = matmul(y if self.reads == "output" else x, p["down"]) + p["down_bias"].unsqueeze(1)  # (G, m, r)
-        out = torch.baddbmm(p["up_bias"].unsqueeze(1), _ACTIVATIONS[self.activation](inner), p["up"])  # (G, m, d)
-        if self.norm:
-            out = F.layer_norm(out, out.shape[-1:], eps=1e-5) * p["scale"].unsqueeze(1) + p["shift"].unsqueeze(1)
-        return add(y, out)
+        inner = affine(y if self.reads == "output" else x, p["down"], p["down_bias"])  # (G, m, r)
+        out = affine(_ACTIVATIONS[self.activation](inner), p["up"], p["up_bias"])  # (G, m, d)
+        return add(y, layer_norm(out, p["scale"], p["shift"]) if self.norm else out)
 
 
 @dataclass(frozen=True)
@@ -148,8 +145,9 @@ class NormShift(Delta):
             normed = F.layer_norm(h, h.shape[-1:], eps=self.eps)
         else:
             normed = F.rms_norm(h, h.shape[-1:], eps=self.eps)
-        change = grouped(normed, p["scale"].shape[0]) * p["scale"].unsqueeze(1)
-        return add(y, change + p["shift"].unsqueeze(1) if self.bias else change)
+        groups = p["scale"].shape[0]
+        base = grouped(y, groups) + p["shift"].unsqueeze(1) if self.bias else grouped(y, groups)
+        return torch.addcmul(base, grouped(normed, groups), p["scale"].unsqueeze(1)).reshape(y.shape).to(y.dtype)
 
 
 _ACTIVATIONS = {

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 
 def grouped(x: Tensor, groups: int) -> Tensor:
@@ -42,6 +43,37 @@ def matmul(x: Tensor, weight: Tensor) -> Tensor:
     if weight.shape[0] == 1:  # a plain product has no batch to loop over and keeps the layout of x
         return torch.matmul(as_dtype(x, weight.dtype), weight[0]).reshape(1, -1, weight.shape[-1])
     return torch.bmm(grouped(as_dtype(x, weight.dtype), weight.shape[0]), weight)
+
+
+def affine(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    """`x` (B, ..., i) times `weight` (G, i, o) plus `bias` (G, o), giving (G, m, o)."""
+    x = grouped(as_dtype(x, weight.dtype), weight.shape[0])
+    if weight.shape[0] == 1:
+        return torch.addmm(bias[0], x[0], weight[0]).unsqueeze(0)
+    return torch.baddbmm(bias.unsqueeze(1), x, weight)
+
+
+def add_product(y: Tensor, inner: Tensor, weight: Tensor, scale: float) -> Tensor:
+    """`y` (B, ..., o) plus `scale` times `inner` (G, m, r) times `weight` (G, r, o), in the dtype of `y`."""
+    if inner.dtype == weight.dtype == y.dtype:  # the product is added to y without being written first
+        return torch.baddbmm(grouped(y, weight.shape[0]), inner, weight, alpha=scale).reshape(y.shape)
+    return add(y, torch.bmm(inner, weight * scale))
+
+
+def layer_norm(x: Tensor, scale: Tensor, shift: Tensor) -> Tensor:
+    """`x` (G, m, d), normalised by a layer norm with eps 1e-5, times `scale` (G, d) plus `shift` (G, d)."""
+    width = x.shape[-1:]
+    if scale.shape[0] == 1:
+        return F.layer_norm(x, width, scale[0], shift[0], eps=1e-5)
+    return torch.addcmul(shift.unsqueeze(1), F.layer_norm(x, width, eps=1e-5), scale.unsqueeze(1))
+
+
+def pick(table: Tensor, rows: Tensor) -> Tensor:
+    """Rows of `table` (U, ...) by index `rows` (B,), giving (B, ...).
+
+    As an embedding, whose backward is several times cheaper than that of indexing.
+    """
+    return F.embedding(rows, table.reshape(table.shape[0], -1)).reshape(rows.shape[0], *table.shape[1:])
 
 
 def add(y: Tensor, change: Tensor) -> Tensor:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from polypeft.condition import Condition
 from polypeft.deltas import Delta
+from polypeft.ops import pick
 from polypeft.sites import Site
 
 Deltas = Mapping[Site, Delta]
@@ -80,7 +81,7 @@ class Stored(Source):
         params: Params = {}
         for key, entry in zip(self.keys, self.table.values(), strict=True):
             assert isinstance(entry, nn.ParameterDict)
-            params[key] = {name: value if task is None else value[task] for name, value in entry.items()}
+            params[key] = {name: value if task is None else pick(value, task) for name, value in entry.items()}
         return params
 
     def task_tables(self) -> list[nn.Parameter]:

@@ -160,7 +160,7 @@ class TaskTrainer(Trainer):
         self, model: nn.Module, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Tensor | int | None = None
     ) -> Any:
         ids = inputs.pop("ids")
-        inputs["label_smoothing"] = self.label_smoothing
+        inputs["smoothing"] = self.label_smoothing
         loss, outputs = super().compute_loss(model, inputs, return_outputs=True, num_items_in_batch=num_items_in_batch)
         if not torch.isfinite(loss):  # waits for the device, as Trainer's own nan filter, which is off, would
             raise NonFiniteLoss(_non_finite(loss.item(), self.state.global_step + 1, ids))
