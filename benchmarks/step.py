@@ -28,9 +28,11 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 from polypeft import Adapted, __version__, load_backbone, methods
 from polypeft.method import Method
 from polypeft.source import Joint, Source
-from polypeft.timing import adapted_step, floor_step, seconds
+from polypeft.timing import adapted_step, floor_step
 
 Run = Callable[[], object]
+Clock = Callable[[], float]
+CLOCKS: dict[str, Clock] = {"wall": time.perf_counter, "cpu": time.process_time}
 
 METHODS: dict[str, Callable[[], Method]] = {
     "full": methods.full,
@@ -186,12 +188,12 @@ def contender(name: str, backbone: PreTrainedModel, batch: Mapping[str, Tensor],
     return ours(backbone, batch, size, METHODS[name]())
 
 
-def timed(base: Run, own: Run, repeats: int, made: dict[str, int]) -> Timing:
+def timed(base: Run, own: Run, repeats: int, clock: Clock, made: dict[str, int]) -> Timing:
     """Run `base` and `own` in turns, once to warm up and then `repeats` times."""
     found = Timing([], [], 0)
     before = dict(made)
     for i in range(repeats + 1):
-        times = seconds(base), seconds(own)
+        times = elapsed(base, clock), elapsed(own, clock)
         if i:
             found.base.append(times[0])
             found.own.append(times[1])
@@ -199,7 +201,13 @@ def timed(base: Run, own: Run, repeats: int, made: dict[str, int]) -> Timing:
     return Timing(found.base, found.own, round(max(calls, default=0)))
 
 
-def measured(shape: str, names: list[str], size: Size, repeats: int, decode: bool) -> dict[str, dict[str, Timing]]:
+def elapsed(run: Run, clock: Clock) -> float:
+    started = clock()
+    run()
+    return clock() - started
+
+
+def measured(shape: str, names: list[str], size: Size, repeats: int, clock: Clock, decode: bool) -> dict[str, dict[str, Timing]]:
     """For each row of the table its timings, {"step": ..., "generate": ...}; printed as they come."""
     backbone = SHAPES[shape]()
     batch = batch_for(backbone, size)
@@ -209,9 +217,9 @@ def measured(shape: str, names: list[str], size: Size, repeats: int, decode: boo
         if name in NEEDS_ENCODER and not backbone.config.is_encoder_decoder:
             continue
         own = contender(name, copy.deepcopy(backbone), batch, size)
-        found[name] = {"step": timed(floor.step, own.step, repeats, own.made)}
+        found[name] = {"step": timed(floor.step, own.step, repeats, clock, own.made)}
         if decode:
-            found[name]["generate"] = timed(floor.generate, own.generate, repeats, own.made)
+            found[name]["generate"] = timed(floor.generate, own.generate, repeats, clock, own.made)
         print(line(shape, name, found, size), flush=True)
     return found
 
@@ -261,6 +269,9 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--tasks", type=int, default=8, help="tasks, in turn over the rows (default 8)")
     parser.add_argument("--new-tokens", type=int, default=32, help="tokens to generate (default 32); 0: do not generate")
     parser.add_argument("--threads", type=int, default=1, help="threads of torch (default 1)")
+    parser.add_argument(
+        "--clock", choices=list(CLOCKS), default="wall", help="cpu: time of this process only, where others use the machine"
+    )
     parser.add_argument("--quick", action="store_true", help="4 rows of 16 and 8 tokens, 8 new tokens, 3 repeats: does everything run?")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write every time measured, with versions and machine")
     return parser.parse_args()
@@ -270,12 +281,18 @@ def main() -> None:
     given = arguments()
     torch.set_num_threads(given.threads)
     size = Size(given.rows, given.source, given.target, given.tasks, given.new_tokens)
-    repeats = given.repeats
+    repeats, clock = given.repeats, CLOCKS[given.clock]
     if given.quick:
         size, repeats = Size(4, 16, 8, 4, 8), 3
-    facts = {**machine(given.threads), "size": asdict(size), "repeats": repeats, "started": time.strftime("%Y-%m-%dT%H:%M:%S")}
+    facts = {
+        **machine(given.threads),
+        "size": asdict(size),
+        "repeats": repeats,
+        "clock": given.clock,
+        "started": time.strftime("%Y-%m-%dT%H:%M:%S"),
+    }
     print(json.dumps(facts), header(size.new_tokens > 0), sep="\n", flush=True)
-    shapes = {shape: measured(shape, given.methods, size, repeats, size.new_tokens > 0) for shape in given.shapes}
+    shapes = {shape: measured(shape, given.methods, size, repeats, clock, size.new_tokens > 0) for shape in given.shapes}
     if given.json is not None:
         times = {
             shape: {name: {kind: asdict(t) for kind, t in kinds.items()} for name, kinds in found.items()}

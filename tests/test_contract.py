@@ -202,6 +202,16 @@ def test_compiled_gradients(method, family):
     close(gradients(adapted, inputs, compiled), eager)
 
 
+def test_compiled_and_checkpointed_gradients():
+    """Compilers take a plain checkpoint; sites that tap the residual stream (parallel, hyperdecoder) are refused by the compiler itself."""
+    adapted = adapt("lora", "llama").train()
+    inputs = {**given(adapted.backbone), "use_cache": False}
+    eager = gradients(adapted, inputs)
+    adapted.gradient_checkpointing_enable()
+    torch.compiler.reset()
+    close(gradients(adapted, inputs, torch.compile(adapted, backend="aot_eager", fullgraph=True)), eager)
+
+
 @clause(9)
 @pytest.mark.parametrize("cache", [True, False], ids=["cached", "uncached"])
 def test_generate_is_greedy_forward(method, family, cache):

@@ -103,7 +103,8 @@ def train(
 def _stopped(checkpoint: Path) -> TrainerState | None:
     """The state in `checkpoint` when training had come to its end there, by its steps or by early stopping."""
     state = TrainerState.load_from_json(str(checkpoint / "trainer_state.json"))
-    return state if state.stateful_callbacks["TrainerControl"]["args"]["should_training_stop"] else None
+    callbacks: Any = state.stateful_callbacks
+    return state if callbacks["TrainerControl"]["args"]["should_training_stop"] else None
 
 
 def parameter_groups(adapted: Adapted, given: float | Mapping[str, float] | None, default: float) -> list[dict[str, Any]]:
