@@ -49,7 +49,7 @@ def _pristine(family: str) -> PreTrainedModel:
 
 def bare(family: str, dtype: torch.dtype = torch.float64) -> PreTrainedModel:
     """A fresh backbone without slots; equal for equal arguments."""
-    return copy.deepcopy(_pristine(family)).to(dtype)
+    return copy.deepcopy(_pristine(family)).to(dtype=dtype)
 
 
 def adapt(method: str, family: str, dtype: torch.dtype = torch.float64, *, fresh: bool = False) -> Adapted:

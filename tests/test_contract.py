@@ -339,7 +339,7 @@ def test_pickle_round_trip(method, family):
 def test_half_precision_backbone(method, family):
     adapted = adapt(method, family, torch.float32)
     expected = _outputs_and_gradients(adapted)
-    adapted.backbone.to(torch.bfloat16)
+    adapted.backbone.to(dtype=torch.bfloat16)
     _check_half(_outputs_and_gradients(adapted), expected)
     assert adapted.generate(**prompts(adapted), **GREEDY).shape[0] == ROWS
 

@@ -74,11 +74,11 @@ def test_bottleneck(activation):
         "silu": lambda z: z * torch.sigmoid(z),
         "tanh": torch.tanh,
     }[activation]
-    delta, x, y = Bottleneck(4, activation, "stream"), draw(2, 3, 10), draw(2, 3, 10) + 1
+    x, y = draw(2, 3, 10), draw(2, 3, 10) + 1
     p = {"down": draw(2, 10, 4), "down_bias": draw(2, 4), "up": draw(2, 4, 10), "up_bias": draw(2, 10)}
-    for reads, z in (("stream", x), ("output", y)):
+    for delta, z in ((Bottleneck(4, activation, "stream"), x), (Bottleneck(4, activation), y)):
         expected = [y[i] + reference(z[i] @ p["down"][i] + p["down_bias"][i]) @ p["up"][i] + p["up_bias"][i] for i in range(2)]
-        assert_close(Bottleneck(4, delta.activation, reads)(x, y, p), torch.stack(expected), rtol=0, atol=1e-12)
+        assert_close(delta(x, y, p), torch.stack(expected), rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize(("init", "bound"), [("normal", None), ("xavier", 1e-4 * math.sqrt(6 / (1000 + 20)))])

@@ -41,7 +41,7 @@ def as_dtype(x: Tensor, dtype: torch.dtype) -> Tensor:
 def matmul(x: Tensor, weight: Tensor) -> Tensor:
     """`x` (B, ..., i) times `weight` (G, i, o), giving (G, m, o) with m the positions of a group; one product in all."""
     if weight.shape[0] == 1:  # a plain product has no batch to loop over and keeps the layout of x
-        return torch.matmul(as_dtype(x, weight.dtype), weight[0]).reshape(1, -1, weight.shape[-1])
+        return torch.matmul(as_dtype(x, weight.dtype), weight.squeeze(0)).reshape(1, -1, weight.shape[-1])
     return torch.bmm(grouped(as_dtype(x, weight.dtype), weight.shape[0]), weight)
 
 
@@ -49,7 +49,7 @@ def affine(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
     """`x` (B, ..., i) times `weight` (G, i, o) plus `bias` (G, o), giving (G, m, o)."""
     x = grouped(as_dtype(x, weight.dtype), weight.shape[0])
     if weight.shape[0] == 1:
-        return torch.addmm(bias[0], x[0], weight[0]).unsqueeze(0)
+        return torch.addmm(bias.squeeze(0), x.squeeze(0), weight.squeeze(0)).unsqueeze(0)
     return torch.baddbmm(bias.unsqueeze(1), x, weight)
 
 
@@ -64,7 +64,7 @@ def layer_norm(x: Tensor, scale: Tensor, shift: Tensor) -> Tensor:
     """`x` (G, m, d), normalised by a layer norm with eps 1e-5, times `scale` (G, d) plus `shift` (G, d)."""
     width = x.shape[-1:]
     if scale.shape[0] == 1:
-        return F.layer_norm(x, width, scale[0], shift[0], eps=1e-5)
+        return F.layer_norm(x, width, scale.squeeze(0), shift.squeeze(0), eps=1e-5)
     return torch.addcmul(shift.unsqueeze(1), F.layer_norm(x, width, eps=1e-5), scale.unsqueeze(1))
 
 

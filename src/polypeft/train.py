@@ -21,6 +21,7 @@ from polypeft import card, run
 from polypeft.adapted import Adapted
 from polypeft.errors import NonFiniteLoss, UserError, nearest
 from polypeft.evaluate import Decoding, Scored, evaluate_task, summary
+from polypeft.interop import versions
 from polypeft.io import write_atomic, write_json
 from polypeft.recipe import Recipe
 from polypeft.source import Joint
@@ -327,6 +328,7 @@ def _finish(recipe: Recipe, directory: Path, trainer: TaskTrainer, data: Data, s
         "seconds": seconds,
         "rows": dict(zip(recipe.task_names, data.sizes, strict=True)),
         "counts": adapted.describe(),
+        "versions": versions(("polypeft", "torch", "transformers", "accelerate")),
     }
     if trainer.args.should_save:
         for name, step in ((run.LAST, state.global_step), (run.BEST, metrics["best_step"])):
