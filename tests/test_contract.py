@@ -12,6 +12,7 @@ import pickle
 import subprocess
 import sys
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import pytest
@@ -158,8 +159,12 @@ def test_mixed_tasks(method, family):
 def test_padding(method, family, side):
     adapted = adapt(method, family)
     inputs = given(adapted.backbone)
-    ours, theirs = (_moved_by_padding(model, inputs, side) for model in (adapted, bare(family)))
-    assert ours <= max(20 * theirs, 1e-9)
+    assert _moved_by_padding(adapted, inputs, side) <= max(20 * _bare_moved_by_padding(family, side), 1e-9)
+
+
+@cache
+def _bare_moved_by_padding(family: str, side: str) -> float:
+    return _moved_by_padding(bare(family), given(bare(family)), side)
 
 
 def _moved_by_padding(model: Adapted | PreTrainedModel, inputs: dict[str, Any], side: str) -> float:
@@ -213,14 +218,14 @@ def test_compiled_and_checkpointed_gradients():
 
 
 @clause(9)
-@pytest.mark.parametrize("cache", [True, False], ids=["cached", "uncached"])
-def test_generate_is_greedy_forward(method, family, cache):
+def test_generate_is_greedy_forward(method, family):
     adapted = adapt(method, family)
     inputs = prompts(adapted)
-    out = adapted.generate(**inputs, **GREEDY, use_cache=cache, output_logits=True, return_dict_in_generate=True)
     tokens, scores = greedy(adapted, inputs)
-    exact(out.sequences[:, -NEW:], tokens)
-    assert_close(torch.stack(out.logits, 1), scores.float(), rtol=1e-5, atol=1e-5)  # generate keeps them in float32
+    for cache in (True, False):
+        out = adapted.generate(**inputs, **GREEDY, use_cache=cache, output_logits=True, return_dict_in_generate=True)
+        exact(out.sequences[:, -NEW:], tokens)
+        assert_close(torch.stack(out.logits, 1), scores.float(), rtol=1e-5, atol=1e-5)  # generate keeps them in float32
 
 
 @clause(9)
@@ -236,7 +241,7 @@ def test_beams_and_return_sequences(method, family):
     exact(adapted.generate(ids, **rest, **options).sequences, whole.sequences)
 
 
-NEW = 4
+NEW = 3
 GREEDY: dict[str, Any] = {"max_new_tokens": NEW, "min_new_tokens": NEW, "do_sample": False}
 
 

@@ -40,7 +40,7 @@ def as_dtype(x: Tensor, dtype: torch.dtype) -> Tensor:
 
 def matmul(x: Tensor, weight: Tensor) -> Tensor:
     """`x` (B, ..., i) times `weight` (G, i, o), giving (G, m, o) with m the positions of a group; one product in all."""
-    if weight.shape[0] == 1:  # a plain product has no batch to loop over and keeps the layout of x
+    if weight.shape[0] == 1:  # a plain product keeps the layout of x; the backward of squeeze is a view, that of [0] a copy
         return torch.matmul(as_dtype(x, weight.dtype), weight.squeeze(0)).reshape(1, -1, weight.shape[-1])
     return torch.bmm(grouped(as_dtype(x, weight.dtype), weight.shape[0]), weight)
 
