@@ -222,8 +222,8 @@ def test_generate_is_greedy_forward(method, family):
     adapted = adapt(method, family)
     inputs = prompts(adapted)
     tokens, scores = greedy(adapted, inputs)
-    for cache in (True, False):
-        out = adapted.generate(**inputs, **GREEDY, use_cache=cache, output_logits=True, return_dict_in_generate=True)
+    for cached in (True, False):
+        out = adapted.generate(**inputs, **GREEDY, use_cache=cached, output_logits=True, return_dict_in_generate=True)
         exact(out.sequences[:, -NEW:], tokens)
         assert_close(torch.stack(out.logits, 1), scores.float(), rtol=1e-5, atol=1e-5)  # generate keeps them in float32
 
