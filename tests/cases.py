@@ -49,7 +49,8 @@ def _pristine(family: str) -> PreTrainedModel:
 
 def bare(family: str, dtype: torch.dtype = torch.float64) -> PreTrainedModel:
     """A fresh backbone without slots; equal for equal arguments."""
-    return copy.deepcopy(_pristine(family)).to(dtype=dtype)
+    backbone: Any = copy.deepcopy(_pristine(family))
+    return backbone.to(dtype)
 
 
 def adapt(method: str, family: str, dtype: torch.dtype = torch.float64, *, fresh: bool = False) -> Adapted:

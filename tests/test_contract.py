@@ -197,6 +197,7 @@ def test_checkpointed_gradients(method, family):
     close(collected(adapted), {name: eager[name] + eager_others[name] for name in eager})
 
 
+@pytest.mark.slow
 @compiled()
 def test_compiled_gradients(method, family):
     adapted = adapt(method, family).train()
@@ -207,6 +208,7 @@ def test_compiled_gradients(method, family):
     close(gradients(adapted, inputs, compiled), eager)
 
 
+@pytest.mark.slow
 def test_compiled_and_checkpointed_gradients():
     """Compilers take a plain checkpoint; sites that tap the residual stream (parallel, hyperdecoder) are refused by the compiler itself."""
     adapted = adapt("lora", "llama").train()
@@ -297,6 +299,7 @@ for folder in sys.argv[1:]:
 """
 
 
+@pytest.mark.slow
 def test_load_in_a_fresh_process(tmp_path):
     expected = {}
     for method, family in (("hyperdecoder", "t5_v11"), ("full", "t5_v11"), ("hyperformer_shared", "llama"), ("lora_per_task", "llama")):
@@ -344,7 +347,8 @@ def test_pickle_round_trip(method, family):
 def test_half_precision_backbone(method, family):
     adapted = adapt(method, family, torch.float32)
     expected = _outputs_and_gradients(adapted)
-    adapted.backbone.to(dtype=torch.bfloat16)
+    backbone: Any = adapted.backbone
+    backbone.to(torch.bfloat16)
     _check_half(_outputs_and_gradients(adapted), expected)
     assert adapted.generate(**prompts(adapted), **GREEDY).shape[0] == ROWS
 
