@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -12,12 +11,13 @@ from typing import Any
 
 import torch
 from huggingface_hub import HfApi
+from rich.console import Console
 from torch import Tensor, nn
 from torch.utils.data import Sampler
-from transformers import EarlyStoppingCallback, Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments, set_seed
+from transformers import EarlyStoppingCallback, Trainer, TrainerState, TrainingArguments, set_seed
 from transformers.trainer_callback import PrinterCallback
 
-from polypeft import card, run
+from polypeft import card, progress, run
 from polypeft.adapted import Adapted
 from polypeft.errors import NonFiniteLoss, UserError, nearest
 from polypeft.evaluate import Decoding, Scored, evaluate_task, summary
@@ -94,7 +94,10 @@ def train(
     started = time.perf_counter()
     stopped = None if checkpoint is None else _stopped(checkpoint)
     if stopped is None:
-        trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
+        try:
+            trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
+        finally:
+            progress.stop(trainer.callback_handler.callbacks)
     else:  # Trainer would train on to the end of the epoch
         trainer.state = stopped
     seconds = time.perf_counter() - started
@@ -189,34 +192,6 @@ def _non_finite(loss: float, step: int, ids: Sequence[str]) -> str:
     )
 
 
-class Progress(TrainerCallback):
-    """Logs to the run's log.jsonl and says a line for every log and evaluation."""
-
-    def __init__(self, log: Path, say: Callable[[str], None]):
-        self.log, self.say = log, say
-        self.started = time.perf_counter()
-
-    def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        """Drop what an interrupted run logged after its last checkpoint: those steps come again."""
-        if state.is_world_process_zero and self.log.is_file():
-            whole = [line for line in self.log.read_text(encoding="utf-8").splitlines(keepends=True) if line.endswith("\n")]
-            write_atomic(self.log, "".join(line for line in whole if json.loads(line)["step"] <= state.global_step).encode())
-
-    def on_log(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, logs: dict[str, float] | None = None, **_: Any
-    ) -> None:
-        if not state.is_world_process_zero or not logs:
-            return
-        with self.log.open("a", encoding="utf-8") as file:
-            file.write(json.dumps({"step": state.global_step, **logs}) + "\n")
-        scores = {name.removeprefix("eval_"): value for name, value in logs.items() if name.startswith("eval_") and "/" not in name}
-        if scores:
-            self.say(f"step {state.global_step}: " + "  ".join(f"{name} {value:.4f}" for name, value in scores.items()))
-        elif "loss" in logs:
-            elapsed = time.perf_counter() - self.started
-            self.say(f"step {state.global_step}/{state.max_steps}  loss {logs['loss']:.4f}  {elapsed:.0f} s")
-
-
 def _trainer(
     recipe: Recipe,
     directory: Path,
@@ -233,7 +208,7 @@ def _trainer(
     def scores() -> dict[str, float]:
         return flat(evaluate_split(adapted, text, data, "validation", decoding_of(recipe)))
 
-    callbacks: list[TrainerCallback] = [Progress(directory / run.LOG, say)]
+    callbacks = progress.callbacks(directory / run.LOG, say, Console(stderr=True))
     if given.early_stopping is not None:
         callbacks.append(EarlyStoppingCallback(given.early_stopping))
     trainer = TaskTrainer(
