@@ -83,13 +83,14 @@ class Text:
 
         Raises `UserError` for a conversation without `chat`, or one that is too long: cutting it would leave half a turn.
         """
-        if any(not isinstance(source, str) for source in sources):
+        texts = [source for source in sources if isinstance(source, str)]
+        if len(texts) < len(sources):
             return [self._conversation(source) for source in sources], 0
         if self.encoder_decoder:
-            cut = sum(len(ids) > self.source_length for ids in self.tokenizer(list(sources)).input_ids)
-            kept = self.tokenizer(list(sources), truncation=True, max_length=self.source_length).input_ids
+            cut = sum(len(ids) > self.source_length for ids in self.tokenizer(texts).input_ids)
+            kept = self.tokenizer(texts, truncation=True, max_length=self.source_length).input_ids
             return [tuple(ids) for ids in kept], cut
-        plain = self.tokenizer(list(sources), add_special_tokens=False).input_ids
+        plain = self.tokenizer(texts, add_special_tokens=False).input_ids
         head, tail = self._frame
         cut = sum(len(ids) > self._room for ids in plain)
         return [(*head, *ids[: self._room], *tail) for ids in plain], cut
@@ -123,9 +124,8 @@ class Text:
             text = str(self.tokenizer.apply_chat_template([{"role": "user", "content": mark}], add_generation_prompt=True, tokenize=False))
             before, _, after = text.partition(mark)
             return self._plain(before), self._plain(after)
-        bos: Any = self.tokenizer.bos_token_id
-        starts = bos is not None and list(self.tokenizer("").input_ids[:1]) == [bos]
-        head: tuple[int, ...] = (bos,) if starts else ()
+        first = list(self.tokenizer("").input_ids[:1])
+        head = tuple(first) if first == [self.tokenizer.bos_token_id] else ()
         return head, self._plain(self.separator)
 
     def _plain(self, text: str) -> tuple[int, ...]:
