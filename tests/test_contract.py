@@ -1,8 +1,9 @@
 """The contract: what holds for every method on every family of backbones, one test for each clause.
 
 By default every clause runs for each method on T5 v1.1 and Llama and for each family with LoRA, HyperFormer and Hyperdecoder; the other pairs run
-the clauses about values (1 to 7, 9, 13); `-m full` runs the whole product. Clauses 5 to 9 run in float64 and compare scores as well as tokens, since
-near-ties flip tokens. Clause 14 (export) has its tests with the export formats, clause 17 (golden site tables) stands in test_sites.py.
+the clauses about values (1 to 7, 9, 13); compilation is slow and runs for fewer. `-m full` runs the rest of the product, `-m ""` all of it. Clauses 5
+to 9 run in float64 and compare scores as well as tokens, since near-ties flip tokens. Clause 14
+(export) has its tests with the export formats, clause 17 (golden site tables) stands in test_sites.py.
 """
 
 from __future__ import annotations
