@@ -28,7 +28,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 from polypeft import Adapted, __version__, load_backbone, methods
 from polypeft.method import Method
 from polypeft.source import Joint, Source
-from polypeft.timing import adapted_step, floor_step
+from polypeft.timing import adapted_step, floor_step, in_turns
 
 Run = Callable[[], object]
 Clock = Callable[[], float]
@@ -191,21 +191,10 @@ def contender(name: str, backbone: PreTrainedModel, batch: Mapping[str, Tensor],
 
 def timed(base: Run, own: Run, repeats: int, clock: Clock, made: dict[str, int]) -> Timing:
     """Run `base` and `own` in turns, once to warm up and then `repeats` times."""
-    found = Timing([], [], 0)
     before = dict(made)
-    for i in range(repeats + 1):
-        times = elapsed(base, clock), elapsed(own, clock)
-        if i:
-            found.base.append(times[0])
-            found.own.append(times[1])
+    found = in_turns(base, own, repeats, clock)
     calls = [(made[name] - before[name]) / (repeats + 1) for name in made]
-    return Timing(found.base, found.own, round(max(calls, default=0)))
-
-
-def elapsed(run: Run, clock: Clock) -> float:
-    started = clock()
-    run()
-    return clock() - started
+    return Timing(*found, round(max(calls, default=0)))
 
 
 def measured(shape: str, names: list[str], size: Size, repeats: int, clock: Clock, decode: bool) -> dict[str, dict[str, Timing]]:

@@ -57,6 +57,14 @@ T5_SHAPE: dict[str, Any] = {
     "dropout_rate": 0.0,
 }
 T5_IDS: dict[str, Any] = {"pad_token_id": PAD, "eos_token_id": EOS, "decoder_start_token_id": PAD}
+GPT2_SHAPE: dict[str, Any] = {
+    "vocab_size": VOCAB,
+    "n_embd": WIDTH,
+    "n_inner": FFN,
+    "n_layer": LAYERS,
+    "n_head": HEADS,
+    "n_positions": POSITIONS,
+}
 HF_SHAPE: dict[str, Any] = {
     "vocab_size": VOCAB,
     "hidden_size": WIDTH,
@@ -167,27 +175,11 @@ def phi3() -> PreTrainedModel:
 
 
 def gpt2() -> PreTrainedModel:
-    shape: dict[str, Any] = {
-        "vocab_size": VOCAB,
-        "n_embd": WIDTH,
-        "n_inner": FFN,
-        "n_layer": LAYERS,
-        "n_head": HEADS,
-        "n_positions": POSITIONS,
-    }
-    return _tiny(GPT2LMHeadModel(GPT2Config(**shape, **SPECIAL, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0)))
+    return _tiny(GPT2LMHeadModel(GPT2Config(**GPT2_SHAPE, **SPECIAL, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0)))
 
 
 def codegen() -> PreTrainedModel:
-    shape: dict[str, Any] = {
-        "vocab_size": VOCAB,
-        "n_embd": WIDTH,
-        "n_inner": FFN,
-        "n_layer": LAYERS,
-        "n_head": HEADS,
-        "n_positions": POSITIONS,
-    }
-    config = CodeGenConfig(**shape, **SPECIAL, n_ctx=POSITIONS, rotary_dim=4, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0)
+    config = CodeGenConfig(**GPT2_SHAPE, **SPECIAL, n_ctx=POSITIONS, rotary_dim=4, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0)
     return _tiny(CodeGenForCausalLM(config))
 
 

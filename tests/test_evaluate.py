@@ -152,14 +152,14 @@ def test_evaluate_task_scores_predictions_against_targets(monkeypatch):
         return ["yes", "no", "yes", "yes"]
 
     monkeypatch.setattr("polypeft.evaluate.predict", answers)
-    found = evaluate_task(adapted, text, task, 2, rows, Decoding(), train)
+    found = evaluate_task(adapted, text, task, text.encode(rows, 2, task.name)[0], rows, Decoding(), train)
     assert [example.task for example in seen] == [2, 2, 2, 2]
     assert found.metrics["accuracy"] == pytest.approx(0.75)
     assert found.metrics["f1"] == pytest.approx(2 / 3)  # precision 1, recall 1/2 of "no"
     assert found.score == pytest.approx((0.75 + 2 / 3) / 2)
     assert found.majority == pytest.approx((0.5 + 2 / 3) / 2)  # always "no": precision 1/2, recall 1
     assert (found.rows, found.predictions) == (4, ("yes", "no", "yes", "yes"))
-    assert evaluate_task(adapted, text, task, 2, rows, Decoding()).majority is None
+    assert evaluate_task(adapted, text, task, text.encode(rows, 2, task.name)[0], rows, Decoding()).majority is None
 
 
 def test_summary_averages_over_tasks():

@@ -6,7 +6,7 @@ from collections import Counter
 
 import pytest
 
-from polypeft.tasks import Task, load, synthetic
+from polypeft.tasks import Task, load
 from polypeft.tasks.synthetic import generate, in_words, past, plural, write
 from polypeft.tasks.words import ANTONYMS, COLOURS, KINDS, NOUNS, OPINIONS, TOPICS, VERBS
 
@@ -172,7 +172,7 @@ def test_a_failed_write_leaves_the_old_file(tmp_path, monkeypatch):
     def no_replace(source, target):
         raise OSError("disk full")
 
-    monkeypatch.setattr(synthetic.os, "replace", no_replace)
+    monkeypatch.setattr("os.replace", no_replace)
     with pytest.raises(OSError, match="disk full"):
         write(tmp_path, seed=1)
     assert (tmp_path / "plural.train.jsonl").read_bytes() == before

@@ -135,11 +135,7 @@ class Adapted(Face):
 
         Raises `UserError` when the adapter was made for another backbone or has sites that this model has no slots for.
         """
-        if adapter.fingerprint != self.fingerprint:
-            raise UserError(
-                f"this adapter was made for a backbone with fingerprint {adapter.fingerprint}, this one has {self.fingerprint}: "
-                "use the backbone it was made for"
-            )
+        adapter.check_backbone(self.fingerprint)
         if dict(adapter.deltas) != self.deltas:
             raise UserError("this adapter has other sites or deltas than this model; run it with polypeft.attach(backbone, adapter)")
         before, self._override = self._override, adapter
@@ -331,14 +327,9 @@ def token_loss(logits: Tensor, labels: Tensor, *, shift: bool, num_items: Tensor
     if shift:
         logits, labels = logits[:, :-1], labels[:, 1:]
     labels = labels.to(logits.device)
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     total = F.cross_entropy(
-        logits.reshape(-1, logits.shape[-1]).float()
-        if logits.dtype in (torch.bfloat16, torch.float16)
-        else logits.reshape(-1, logits.shape[-1]),
-        labels.reshape(-1),
-        ignore_index=-100,
-        reduction="sum",
-        label_smoothing=smoothing,
+        logits.reshape(-1, logits.shape[-1]), labels.reshape(-1), ignore_index=-100, reduction="sum", label_smoothing=smoothing
     )
     if num_items is None:
         num_items = (labels != -100).sum().clamp_min(1)
@@ -382,9 +373,5 @@ def attach(backbone: PreTrainedModel, adapter: Adapter) -> Adapted:
 
     An adapter of several rows serves batches of a multiple of that many rows. Raises `UserError` when it was made for another backbone.
     """
-    if adapter.fingerprint != fingerprint(backbone):
-        raise UserError(
-            f"this adapter was made for a backbone with fingerprint {adapter.fingerprint}, this one has {fingerprint(backbone)}: "
-            "use the backbone it was made for"
-        )
+    adapter.check_backbone(fingerprint(backbone))
     return Adapted(backbone, adapter.deltas, Given(adapter.to(backbone.device)))

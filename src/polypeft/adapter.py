@@ -34,6 +34,14 @@ class Adapter:
         """Number of rows: 1, the tasks it was made for, or the rows of a batch."""
         return max((t.shape[0] for p in self.params.values() for t in p.values()), default=1)
 
+    def check_backbone(self, found: str) -> None:
+        """Raise `UserError` unless `found` is the fingerprint of the backbone that the adapter was made for."""
+        if self.fingerprint != found:
+            raise UserError(
+                f"this adapter was made for a backbone with fingerprint {self.fingerprint}, this one has {found}: "
+                "use the backbone it was made for"
+            )
+
     def rows(self, index: Sequence[int] | Tensor) -> Adapter:
         """The adapter of the given rows, by number and in that order; tensors shared by all rows stay shared.
 

@@ -183,7 +183,7 @@ def sites(
     from polypeft.jobs import list_sites
 
     rows = list_sites(backbone)
-    _print_json(rows) if as_json else _table(rows)
+    _show(rows, as_json)
 
 
 @app.command()
@@ -193,7 +193,7 @@ def methods(as_json: Json = False) -> None:
     from polypeft.jobs import list_methods
 
     rows = list_methods()
-    _print_json(rows) if as_json else _table(rows)
+    _show(rows, as_json)
 
 
 @app.command()
@@ -203,7 +203,7 @@ def tasks(recipe: RecipePath, overrides: Overrides = None, as_json: Json = False
     from polypeft.jobs import list_tasks
 
     rows = list_tasks(recipe, overrides or ())
-    _print_json(rows) if as_json else _table(rows)
+    _show(rows, as_json)
 
 
 @app.command()
@@ -213,7 +213,7 @@ def doctor(as_json: Json = False) -> None:
     from polypeft.jobs import diagnose
 
     rows = diagnose()
-    _print_json(rows) if as_json else _table(rows)
+    _show(rows, as_json)
     if any(row["state"] == "bad" for row in rows):
         raise typer.Exit(1)
 
@@ -223,6 +223,13 @@ def doctor(as_json: Json = False) -> None:
 
 def _say(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
+
+
+def _show(rows: Sequence[Mapping[str, Any]], as_json: bool) -> None:
+    if as_json:
+        _print_json(rows)
+    else:
+        _table(rows)
 
 
 def _print_json(value: object) -> None:

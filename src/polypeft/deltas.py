@@ -29,7 +29,12 @@ Reads = Literal["output", "stream", "normed"]
 
 
 class Delta(ABC):
-    """What is added at one kind of site."""
+    """What is added at one kind of site.
+
+    `reads`: what x is at a block site: the writing module's own input ("output": the delta uses y alone), the residual stream, or its norm.
+    """
+
+    reads: Reads = "output"
 
     @abstractmethod
     def shapes(self, site: Site) -> dict[str, tuple[int, ...]]:

@@ -41,10 +41,15 @@ class Scored:
 
 
 def evaluate_task(
-    adapted: Adapted, text: Text, task: Task, index: int, rows: Sequence[Row], decoding: Decoding, train: Sequence[Row] = ()
+    adapted: Adapted,
+    text: Text,
+    task: Task,
+    examples: Sequence[Example],
+    rows: Sequence[Row],
+    decoding: Decoding,
+    train: Sequence[Row] = (),
 ) -> Scored:
-    """Predict and score `rows` of a task with the given index in the task table; `train` gives the majority class."""
-    examples, _ = text.encode(rows, index, task.name)
+    """Predict for `examples` and score against the `rows` of `task` that they are of; `train` gives the majority class."""
     predictions = predict(adapted, text, examples, decoding, task.answers)
     targets = [row.target for row in rows]
     scores = metrics.score(task.metrics, predictions, targets, task.answers)

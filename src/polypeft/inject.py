@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 
-from polypeft.deltas import Bottleneck, Delta
+from polypeft.deltas import Delta
 from polypeft.sites import Site
 from polypeft.source import Params
 
@@ -40,7 +40,7 @@ class Slot:
 
     def __init__(self, live: Live, site: Site, delta: Delta):
         self.live, self.key, self.stack, self.delta = live, site.key, site.stack, delta
-        self.taps = site.reads is not None and isinstance(delta, Bottleneck) and delta.reads != "output"
+        self.taps = site.reads is not None and delta.reads != "output"
         self.tapped: Tensor | None = None
         self.fired = False
 
@@ -96,7 +96,6 @@ def attach(model: nn.Module, live: Live, deltas: Mapping[Site, Delta]) -> tuple[
 
 def _tap(model: nn.Module, site: Site, slot: Slot) -> RemovableHandle:
     assert site.reads is not None
-    assert isinstance(slot.delta, Bottleneck)
     if slot.delta.reads == "normed":
         return model.get_submodule(site.reads).register_forward_hook(NormedTap(slot))
     return model.get_submodule(site.reads).register_forward_pre_hook(Tap(slot))

@@ -62,14 +62,15 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor], header: Mapping[str
     write_atomic(path, save(contiguous, metadata={"polypeft": json.dumps(header)}))
 
 
-def read_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Tensors and header of a file of ours. Raises `UserError` when it is missing, damaged or not ours."""
+def read_tensors(path: Path, *, only_header: bool = False) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Tensors (none with `only_header`) and header of a file of ours. Raises `UserError` when it is missing, damaged or not ours."""
     if not path.is_file():
         raise UserError(f"no file {path}: expected one that polypeft saved")
     try:
         with safe_open(path, framework="pt") as file:
             metadata = file.metadata() or {}
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not a dict
+            names = [] if only_header else file.keys()
+            tensors = {name: file.get_tensor(name) for name in names}
     except SafetensorError as error:
         raise UserError(f"{path} is damaged or not a safetensors file ({error}); use another checkpoint or copy it again") from error
     if "polypeft" not in metadata:
@@ -151,7 +152,7 @@ def restore_adapted(adapted: Adapted, directory: Path) -> None:
 
 def read_header(directory: Path) -> dict[str, Any]:
     """The header of a saved adapted model: method, arguments, backbone, fingerprint, tasks, sites."""
-    _, header = read_tensors(directory / WEIGHTS)
+    _, header = read_tensors(directory / WEIGHTS, only_header=True)
     check_format(header, "adapted", directory / WEIGHTS)
     return header
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import json
 import statistics
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
@@ -17,7 +17,7 @@ from polypeft import backbones, methods, run
 from polypeft import sites as site_table
 from polypeft.adapted import Adapted
 from polypeft.errors import UserError, nearest
-from polypeft.evaluate import predict, summary
+from polypeft.evaluate import Scored, predict, summary
 from polypeft.interop import known_bad_pairs, versions
 from polypeft.io import write_json
 from polypeft.recipe import load as load_recipe
@@ -45,14 +45,14 @@ def evaluate_run(
     data = read_data(recipe, text)
     if split is None:
         split = "test" if len(data.split("test")) == len(data.tasks) else "validation"
-    result = {
-        "run": str(directory),
-        "split": split,
-        "which": which,
-        **summary(evaluate_split(adapted, text, data, split, decoding_of(recipe), say)),
-    }
-    write_json(directory / f"evaluation-{split}.json", result)
-    return result
+    return write_scores(directory, split, which, evaluate_split(adapted, text, data, split, decoding_of(recipe), say))
+
+
+def write_scores(directory: Path, split: str, which: str, results: Mapping[str, Scored]) -> dict[str, Any]:
+    """Scores as plain data, written to RUN/evaluation-SPLIT.json."""
+    found = {"run": str(directory), "split": split, "which": which, **summary(results)}
+    write_json(directory / f"evaluation-{split}.json", found)
+    return found
 
 
 def predict_lines(

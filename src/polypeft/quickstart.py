@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import statistics
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,7 +13,8 @@ from polypeft import run, timing
 from polypeft.adapted import Adapted
 from polypeft.errors import UserError
 from polypeft.evaluate import Scored, summary
-from polypeft.io import write_atomic, write_json
+from polypeft.io import write_atomic
+from polypeft.jobs import write_scores
 from polypeft.recipe import load as load_recipe
 from polypeft.tasks import synthetic
 from polypeft.tasks.collate import Collator, Text
@@ -93,7 +95,7 @@ def _train_and_test(path: Path, directory: Path, device: str | None, say: Callab
     text = run.recipe_text(recipe, run.recipe_tokenizer(recipe), encoder_decoder=True)
     data = read_data(recipe, text)
     results = evaluate_split(adapted, text, data, "test", decoding_of(recipe))
-    write_json(directory / "evaluation-test.json", {"split": "test", "which": "best", **summary(results)})
+    write_scores(directory, "test", "best", results)
     over_floor = step_over_floor(adapted, text, data, recipe.training.batch_size)
     return Trained(directory, data, results, metrics["counts"], over_floor, metrics["seconds"])
 
@@ -102,9 +104,9 @@ def step_over_floor(adapted: Adapted, text: Text, data: Data, rows: int) -> floa
     """Time of a training step over that of the frozen backbone alone, run in turns; the median of the ratios."""
     batch = Collator(text)(data.train[:: max(1, len(data.train) // rows)][:rows])
     adapted.train()
-    found = timing.ratios(timing.floor_step(adapted.backbone, batch), {"step": timing.adapted_step(adapted, batch)}, PAIRS)
+    floor, own = timing.in_turns(timing.floor_step(adapted.backbone, batch), timing.adapted_step(adapted, batch), PAIRS, time.perf_counter)
     adapted.eval()
-    return statistics.median(found["step"])
+    return statistics.median(b / a for a, b in zip(floor, own, strict=True))
 
 
 def _result(out: Path, trained: dict[str, Trained]) -> Result:

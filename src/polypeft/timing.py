@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -41,18 +40,15 @@ def adapted_step(adapted: Adapted, batch: Mapping[str, Any]) -> Callable[[], Non
     return step
 
 
-def ratios(floor: Callable[[], None], steps: Mapping[str, Callable[[], None]], repeats: int) -> dict[str, list[float]]:
-    """For each step its time over the floor's, `repeats` times, each divided by the floor run just before it; one round more warms up."""
-    found: dict[str, list[float]] = {name: [] for name in steps}
-    for i in range(repeats + 1):
-        for name, step in steps.items():
-            base, own = seconds(floor), seconds(step)
-            if i:
-                found[name].append(own / base)
-    return found
+def in_turns(
+    base: Callable[[], object], own: Callable[[], object], repeats: int, clock: Callable[[], float]
+) -> tuple[list[float], list[float]]:
+    """Seconds of `base` and of `own`, run one after the other: once to warm up, then `repeats` times that count."""
+    times = [(elapsed(base, clock), elapsed(own, clock)) for _ in range(repeats + 1)][1:]
+    return [first for first, _ in times], [second for _, second in times]
 
 
-def seconds(step: Callable[[], None]) -> float:
-    started = time.perf_counter()
-    step()
-    return time.perf_counter() - started
+def elapsed(run: Callable[[], object], clock: Callable[[], float]) -> float:
+    started = clock()
+    run()
+    return clock() - started

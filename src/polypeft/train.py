@@ -6,6 +6,7 @@ import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -35,13 +36,22 @@ SCHEDULES = {"linear": "linear", "constant": "constant_with_warmup", "cosine": "
 
 @dataclass(frozen=True)
 class Data:
-    """All tasks of a recipe, read, checked and tokenised. train: the examples of all tasks, task after task; sizes: how many each has."""
+    """All tasks of a recipe, read, checked and tokenised. rows, examples: of each split of each task; cut: how many sources of a split were."""
 
     tasks: tuple[Task, ...]
     rows: tuple[Mapping[str, Sequence[Row]], ...]
-    train: list[Example]
-    sizes: tuple[int, ...]
+    examples: tuple[Mapping[str, Sequence[Example]], ...]
     cut: Mapping[str, int]
+
+    @cached_property
+    def train(self) -> list[Example]:
+        """The training examples of all tasks, task after task."""
+        return [example for splits in self.examples for example in splits["train"]]
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """How many training examples each task has."""
+        return tuple(len(splits["train"]) for splits in self.examples)
 
     def split(self, name: str) -> list[tuple[int, Task, Sequence[Row]]]:
         """(index, task, rows) of the tasks that have the split."""
@@ -54,16 +64,13 @@ def read_data(recipe: Recipe, text: Text) -> Data:
     tasks = recipe.records()
     task_records.check_train(tasks)
     rows = tuple(task_records.load(task) for task in tasks)
-    train: list[Example] = []
-    sizes, cut = [], {}
+    examples: list[dict[str, list[Example]]] = []
+    cut = {}
     for i, (task, splits) in enumerate(zip(tasks, rows, strict=True)):
-        for name, of_split in splits.items():
-            examples, long = text.encode(of_split, i, task.name)
-            cut[f"{task.name}/{name}"] = long
-            if name == "train":
-                train += examples
-                sizes.append(len(examples))
-    return Data(tasks, rows, train, tuple(sizes), {name: n for name, n in cut.items() if n})
+        encoded = {name: text.encode(of_split, i, task.name) for name, of_split in splits.items()}
+        examples.append({name: made for name, (made, _) in encoded.items()})
+        cut |= {f"{task.name}/{name}": n for name, (_, n) in encoded.items() if n}
+    return Data(tasks, rows, tuple(examples), cut)
 
 
 def train(
@@ -141,7 +148,7 @@ def evaluate_split(
         raise UserError(f"no task has a {split} split: give `{split}:` in the recipe's tasks")
     results = {}
     for i, task, rows in having:
-        results[task.name] = evaluate_task(adapted, text, task, i, rows, decoding, data.rows[i].get("train", ()))
+        results[task.name] = evaluate_task(adapted, text, task, data.examples[i][split], rows, decoding, data.rows[i]["train"])
         say(f"{task.name}: {results[task.name].score:.4f} on {len(rows)} rows")
     return results
 

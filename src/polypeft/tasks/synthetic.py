@@ -10,12 +10,12 @@ from __future__ import annotations
 
 import itertools
 import json
-import os
 import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from polypeft.io import write_atomic
 from polypeft.tasks import splits
 from polypeft.tasks import words as lists
 
@@ -46,12 +46,11 @@ def write(directory: Path | str, seed: int = 0) -> list[dict[str, object]]:
     relative to `directory`: keep the recipe there, or set `base_dir`. Each file appears complete or not at all.
     """
     folder = Path(directory)
-    folder.mkdir(parents=True, exist_ok=True)
     entries: list[dict[str, object]] = []
     for maker, parts in generate(seed):
         files = {split: f"{maker.name}.{split}.jsonl" for split in parts}
         for split, rows in parts.items():
-            _write_file(folder / files[split], rows)
+            write_atomic(folder / files[split], "".join(json.dumps(row) + "\n" for row in rows).encode())
         answers: dict[str, object] = {"answers": list(maker.answers)} if maker.answers else {}
         metrics = ["accuracy" if maker.answers else "exact_match"]
         entries.append({"name": maker.name, **files, "source": "input", "target": "target", **answers, "metrics": metrics})
@@ -74,12 +73,6 @@ def _divided(maker: Maker, seed: int) -> dict[str, list[dict[str, str]]]:
 
 def _rows(groups: list[Group]) -> list[dict[str, str]]:
     return [{"input": source, "target": target} for source, target in itertools.chain.from_iterable(groups)]
-
-
-def _write_file(path: Path, rows: list[dict[str, str]]) -> None:
-    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
-    partial.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-    os.replace(partial, path)
 
 
 def plural(noun: str) -> str:
